@@ -47,13 +47,13 @@ def platform_named(name: str) -> Platform:
     """The table: rough figures of a platform, as `jax.default_backend` names it.
 
     A CPU's are fitted to rounds of 1 to 16 of two models on two cores (SmolLM2-135M and the bundled pair: 50 GB/s, 60
-    GFLOP/s a core, 10 µs a layer). A GPU's layers are fitted to rounds of 1 to 16 of Qwen3.6-35B-A3B on an H200 (30 µs
-    at 4.1 TB/s); its arithmetic is about half of what makers state for an H100 or a B200 (290 operations a byte). No
+    GFLOP/s a core, 10 µs a layer). A GPU's layers are fitted to rounds of 1 to 16 of Qwen3.6-35B-A3B on an H200 (21 µs
+    at 4.3 TB/s); its arithmetic is about half of what makers state for an H100 or a B200 (290 operations a byte). No
     TPU was measured.
     """
     if name == "cpu":
         return Platform(1.2 * processors(), 0.5e6, 32e6, 3.0, 0.75)
-    return Platform(150.0, 120e6)
+    return Platform(150.0, 90e6)
 
 
 class RoundCosts:

@@ -103,7 +103,9 @@ def page(published: dict, record: dict) -> str:
                 str(block_size),
                 f"{mean(published_ms):.1f} ({min(published_ms):.1f} to {max(published_ms):.1f})",
             ]
-            point = record["points"].get(f"batch {batch}, width {block_size}, context {CONTEXT}", {})
+            where = f"batch {batch}, width {block_size}, context {CONTEXT}"
+            # A point may name the experts that its tokens were sent to.
+            point = next((p for name, p in record["points"].items() if f"{name},".startswith(f"{where},")), {})
             if "round_ms" in point:
                 experts = experts_used(batch * block_size, spec)
                 low, high = scaled(point, experts, expert, measured, card * part)

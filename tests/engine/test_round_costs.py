@@ -65,13 +65,18 @@ def test_a_pass_that_reads_for_longer_than_it_computes_costs_its_bytes(pair):
 
 
 def test_qwen_on_an_h200_is_as_measured():
-    """benchmarks/decode-h200-qwen3.6-35b-a3b-triton.md: 3.1 ms plain, 7.3 and 9.6 ms in rounds of 8 and 16."""
-    names = ("Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash")
-    shapes = read_shapes(*(f"configs/hf/{name}.json" for name in names))
-    pair = abstract_pair(shapes, Layout(), jnp.bfloat16, None, backend_for("h200", "auto"))
-    costs = RoundCosts(pair[0], pair[1:], platform_named("gpu"))
-    plain, eight, sixteen = (costs(1, Speculation(n)) for n in (1, 8, 16))
-    assert eight / plain == pytest.approx(7.3 / 3.1, rel=0.2)
-    assert sixteen / plain == pytest.approx(9.6 / 3.1, rel=0.2)
+    """benchmarks/decode-h200-qwen3.6-35b-a3b-triton.md: 2.85 and 15.1 ms plain, 10.7 in rounds of 16; -mtp.md: 6.6."""
+    target, drafter = "configs/hf/Qwen3.6-35B-A3B.json", "configs/hf/Qwen3.6-35B-A3B-DFlash.json"
+
+    def costs_of(draft: str) -> RoundCosts:
+        backend = backend_for("h200", "auto")
+        pair = abstract_pair(read_shapes(target, draft), Layout(), jnp.bfloat16, None, backend)
+        return RoundCosts(pair[0], pair[1:], platform_named("gpu"))
+
+    costs = costs_of(drafter)
+    plain = costs(1, Speculation(1))
+    assert costs(1, Speculation(16)) / plain == pytest.approx(10.7 / 2.85, rel=0.1)
+    assert costs_of(target)(1, Speculation(4)) / plain == pytest.approx(6.6 / 2.85, rel=0.2)
+    assert costs(32, Speculation(1)) / plain == pytest.approx(15.1 / 2.85, rel=0.1)
     # A drafter without a record drafts at once.
     assert DraftLengthPolicy(speculations_of((8, 16)), costs).why_plain(1) is None

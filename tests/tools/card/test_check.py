@@ -425,6 +425,7 @@ def test_tokens_may_part_at_a_few_ties():
 
 
 def test_names_of_cases_are_unique():
+    """And each case has a function that takes its options, which is called on a card only."""
     from dflash_jax.tools.kernels import cases as kernel_cases
     from dflash_jax.tools.kernels.comparisons import REAL, SMALL
 
