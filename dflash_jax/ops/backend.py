@@ -24,6 +24,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES, OLDEST, OLDEST_FP8, Card
 from dflash_jax.ops.kernels.cpu import calls as cpp
 
+# The oldest Triton with what jax-triton 0.4.1 takes from it. With an older one jax-triton fails at the first launch.
+OLDEST_TRITON = (3, 7)
 # From this version of jax on, versions of jax-triton with this prefix cannot be traced.
 JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
 
@@ -161,6 +163,9 @@ def _no_triton(device: Any, card: Card | None) -> str | None:
         return f"{device.device_kind} has compute capability {device.compute_capability}: kernels need {needed}"
     if find_spec("jax_triton") is None or find_spec("triton") is None:
         return "jax-triton is not installed: it comes with the extra cuda13 on Python 3.12 and later"
+    if tuple(map(int, version("triton").split(".")[:2])) < OLDEST_TRITON:
+        first, of_jax = ".".join(map(str, OLDEST_TRITON)), version("jax-triton")
+        return f"Triton {version('triton')} is too old for jax-triton {of_jax}: it needs {first} or later"
     if jax.__version_info__ >= JAX_OF_JAX_TRITON[0] and version("jax-triton").startswith(JAX_OF_JAX_TRITON[1]):
         first = ".".join(map(str, JAX_OF_JAX_TRITON[0]))
         return f"jax {jax.__version__} cannot trace jax-triton {version('jax-triton')}: it needs jax below {first}"

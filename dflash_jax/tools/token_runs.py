@@ -71,7 +71,10 @@ class Remembering(DrafterWrapper):
 
 
 def real_heads(vocab: int = VOCAB) -> Shapes:
-    """Four layers of Qwen3.6-35B-A3B, three recurrent ones and one of attention, and two layers of its drafter."""
+    """Four layers of Qwen3.6-35B-A3B, three recurrent ones and one of attention, and two layers of its drafter.
+
+    A layer has 32 of the 256 experts: several processes on one card hold the pair in float32.
+    """
     system = read_system(CONFIG)
     shapes = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), 4)
     assert shapes.draft is not None, CONFIG
@@ -79,7 +82,8 @@ def real_heads(vocab: int = VOCAB) -> Shapes:
         shapes.draft, layers=shapes.draft.layers[-2:], vocab_size=vocab, mask_token_id=vocab - 2,
         target_layer_ids=(0, 1, 3),
     )  # fmt: skip
-    return replace(shapes, target=replace(shapes.target, vocab_size=vocab), draft=draft)
+    layers = tuple(replace(layer, ffn=replace(layer.ffn, num_experts=32)) for layer in shapes.target.layers)
+    return replace(shapes, target=replace(shapes.target, vocab_size=vocab, layers=layers), draft=draft)
 
 
 def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:

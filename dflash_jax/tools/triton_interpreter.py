@@ -120,10 +120,12 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
 def small_grids() -> Iterator[None]:
     """Gives kernels few programs, which the interpreter runs one after another, inside the context.
 
-    Chunks of choices whose counts need a kernel by themselves are smaller too.
+    Chunks of choices whose counts need a kernel by themselves are smaller too, and of small models only the routers
+    have so few outputs that each row is a program's.
     """
     from dflash_jax.ops.kernels.triton import attention as triton_attention
     from dflash_jax.ops.kernels.triton import experts as triton_experts
+    from dflash_jax.ops.kernels.triton import linear as triton_linear
     from dflash_jax.ops.kernels.triton import routing as triton_routing
 
     with ExitStack() as stack:
@@ -131,6 +133,7 @@ def small_grids() -> Iterator[None]:
             (triton_attention, "PROGRAMS", 12),
             (triton_experts, "GATE_UP_ONE", (16, 1, 1)),
             (triton_experts, "DOWN_ONE", (32, 1, 1)),
+            (triton_linear, "BY_ROW_OUTPUTS", 32),
             (triton_routing, "MAX_COUNTED_CHUNKS", 2),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

@@ -5,10 +5,11 @@
     python scripts/card/check.py --platform cpu --minutes 10                      # as far as a CPU goes, interpreted
 
 Stages, each in processes of its own: the machine, every kernel built and launched at the shapes of three systems, every
-kernel against its definition, tokens with kernels and without, and for the rest of the time the ruler. A case that
-crashes ends its process and counts as failed; one that takes too long is timed out, and failed if the next command's
-second try is too. The others go on. The report is written after each case: report.json and report.md, beside log.txt
-and the ruler's files, at most 8 files in all.
+kernel against its definition, tokens with kernels and without, kernels on large arrays and under NVIDIA's sanitizer,
+and for the rest of the time the ruler. Most of the time of the second to the fourth is compilation: --workers processes
+share their cases, and the card. A case that crashes ends its process and counts as failed; one that takes too long is
+timed out, and failed if the next command's second try is too. The others go on. The report is written after each case:
+report.json and report.md, beside log.txt and the ruler's files, at most 8 files in all.
 
 Exit code: 0 where all that can run here is exact, 1 where something is not or nothing of a stage is, 3 where time ran
 out before or a case timed out (--resume goes on), 2 for a wrong option. A command ends within its minutes; a CPU has
@@ -25,8 +26,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dflash_jax.tools.card import report as card_report
@@ -39,10 +42,13 @@ STAGE = "dflash_jax.tools.card.stages"
 # By stage: its share of the time, and the limit in seconds of a case and of the start. A case may also take no more
 # than half of the share, so that other cases run after one that hangs. The ruler has the remaining time.
 STAGES = {
-    "machine": (0.15, 120), "build": (0.25, 240), "kernels": (0.5, 240), "tokens": (0.4, 300), "ruler": (1.0, 420),
+    "machine": (0.15, 120), "build": (0.25, 240), "kernels": (0.5, 240), "tokens": (0.4, 300), "large": (0.25, 240),
+    "ruler": (1.0, 420),
 }  # fmt: skip
 # Those that decide the exit code: others measure.
-EXACT = ("build", "kernels", "tokens")
+EXACT = ("build", "kernels", "tokens", "large")
+# Those whose cases several processes share: neither speed nor the whole memory of the card matters there.
+SHARED = ("build", "kernels", "tokens")
 # Where the interpreter stands in for a card.
 SLOWER_ON_CPU = 2.4
 # Before the time is over: to end a process and write.
@@ -61,9 +67,20 @@ class Report:
 
     out: Path
     record: dict
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def end(self, stage: dict, case: str, outcome: dict) -> None:
+        """Takes a case's result, and saves."""
+        with self._lock:
+            stage["cases"][case] = outcome
+            self.save()
 
     def save(self) -> None:
         """Both files, each whole or as before."""
+        with self._lock:
+            self._save()
+
+    def _save(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         texts = {"report.json": json.dumps(self.record, indent=1) + "\n", "report.md": card_report.page(self.record)}
         for name, text in texts.items():
@@ -77,9 +94,15 @@ class Report:
 
 
 class Worker:
-    """A stage's process, and the lines that it writes."""
+    """A stage's process, and the lines that it writes.
 
-    def __init__(self, command: list[str], environment: dict, log, done: list[str]):
+    Attributes:
+        cases: The names of the stage's cases; None before it says them.
+        open_case: The case that it runs.
+        ended: Number of cases with a result.
+    """
+
+    def __init__(self, command: list[str], environment: dict, log, done: list[str], share: tuple[int, int]):
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             start_new_session=True,
@@ -87,12 +110,15 @@ class Worker:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.cases: list[str] | None = None
+        self.open_case: str | None = None
+        self.ended = 0
         self.lines: queue.Queue = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         # A process that died at its start reads nothing. The others end when this end of the pipe is closed.
         with suppress(BrokenPipeError):
-            self.stdin.write(json.dumps({"done": done}) + "\n")
+            self.stdin.write(json.dumps({"done": done, "share": share}) + "\n")
             self.stdin.flush()
 
     def _read(self) -> None:
@@ -118,62 +144,83 @@ class Worker:
 
 
 def run_stage(
-    report: Report, name: str, command: list[str], environment: dict, until: float, limits: tuple[float, float]
-) -> None:
+    report: Report, name: str, command: list[str], environment: dict, until: float, limits: tuple[float, float],
+    workers: int,
+) -> None:  # fmt: skip
     """Runs the cases of a stage that have no result yet or that timed out in an earlier command.
 
-    The cases run in one process, and in another one whenever a process has died.
+    The cases are divided among ``workers`` processes. Whenever one has died, another one goes on.
 
     Args:
         report: Gets the results.
         name: Name of the stage.
-        command: The command of the process.
+        command: The command of a process.
         environment: Its environment.
         until: When the stage must end, by `time.monotonic`.
         limits: Seconds that the start of a process, and that a case may take.
+        workers: Number of processes.
     """
     stage = report.stage(name)
     stage["state"] = "not finished"
-    # Of a command that was killed.
-    stage.pop("running", None)
     again = {name for name, case in stage["cases"].items() if case["status"] == "timed out"}
+    run = partial(run_share, report, stage, again, command, environment, until, limits)
+    with ThreadPoolExecutor(workers) as pool:
+        states = [*pool.map(run, [(i, workers) for i in range(workers)])]
+    if set(states) == {"finished"} and any(case["status"] == "timed out" for case in stage["cases"].values()):
+        states = ["not finished"]
+    # A failure to start before all others.
+    stage["state"] = min(states, key=lambda state: (state == "finished", state == "not finished"))
+    report.save()
+
+
+def run_share(
+    report: Report, stage: dict, again: set[str], command: list[str], environment: dict, until: float,
+    limits: tuple[float, float], share: tuple[int, int],
+) -> str:  # fmt: skip
+    """Runs one worker's part of `run_stage`, each n-th case from i on: the state of this part.
+
+    Args:
+        report: Gets the results.
+        stage: Its record of the stage.
+        again: The cases that timed out in an earlier command, which have a second try.
+        command: As in `run_stage`, as the three arguments behind it.
+        environment: See there.
+        until: See there.
+        limits: See there.
+        share: (i, n).
+    """
 
     def done() -> list[str]:
-        return [name for name, case in stage["cases"].items() if name not in again or case["status"] != "timed out"]
+        cases = [*stage["cases"].items()]
+        return [name for name, case in cases if name not in again or case["status"] != "timed out"]
 
-    while stage["total"] is None or len(done()) < stage["total"]:
-        before = done()
+    while True:
         with (report.out / "log.txt").open("a") as log:
-            worker = Worker(command, environment, log, before)
+            worker = Worker(command, environment, log, done(), share)
             why = follow(report, stage, worker, until, limits)
             code = worker.end()
-        shorten_log(report.out / "log.txt")
-        open_case = stage.pop("running", None)
         if why == "out of time":
-            break
-        if open_case is not None:
+            return "not finished"
+        if worker.open_case is not None:
             if why is None:
                 ended = {"status": "failed", "why": ended_by(code)}
-            elif open_case in again:
+            elif worker.open_case in again:
                 ended = {"status": "failed", "why": f"hangs: {why}, as in an earlier command"}
             else:
                 ended = {"status": "timed out", "why": why}
-            stage["cases"][open_case] = ended
-        if len(done()) == len(before) and (stage["total"] is None or len(before) < stage["total"]):
+            report.end(stage, worker.open_case, ended)
+            worker.ended += 1
+        if worker.cases is not None and {*worker.cases[share[0] :: share[1]]} <= {*done()}:
+            return "finished"
+        if not worker.ended:
             kind = "failed" if why is None else "timed out"
-            stage["state"] = f"{kind}: {why or ended_by(code)} before its first case; log.txt says more"
-            break
-        report.save()
-    else:
-        if all(case["status"] != "timed out" for case in stage["cases"].values()):
-            stage["state"] = "finished"
-    report.save()
+            return f"{kind}: {why or ended_by(code)} before its first case; log.txt says more"
 
 
 def follow(report: Report, stage: dict, worker: Worker, until: float, limits: tuple[float, float]) -> str | None:
     """Takes a process's lines into the report until there are no more: None, or why it must end."""
     while True:
-        limit = limits["running" in stage]
+        limit = limits[worker.open_case is not None]
         remaining_s = until - time.monotonic()
         try:
             line = worker.line(min(remaining_s, limit))
@@ -182,13 +229,12 @@ def follow(report: Report, stage: dict, worker: Worker, until: float, limits: tu
         if line is None:
             return None
         if "cases" in line:
-            stage["total"] = len(line["cases"])
+            worker.cases, stage["total"] = line["cases"], len(line["cases"])
         elif "begin" in line:
-            stage["running"] = line["begin"]
+            worker.open_case = line["begin"]
         else:
-            stage["cases"][line.pop("end")] = line
-            stage.pop("running", None)
-        report.save()
+            worker.open_case, worker.ended = None, worker.ended + 1
+            report.end(stage, line.pop("end"), line)
 
 
 def ended_by(code: int) -> str:
@@ -203,11 +249,14 @@ def shorten_log(path: Path) -> None:
         path.write_bytes(text[-LOG_BYTES // 2 :])
 
 
-def environment_of(stage: str, platform: str, installed: str | None) -> dict:
-    """The environment of a stage's process."""
+def environment_of(stage: str, platform: str, installed: str | None, workers: int) -> dict:
+    """The environment of a stage's processes, ``workers`` at a time."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(ROOT), environment.get("PYTHONPATH"))))
     environment |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
+    if platform == "cuda" and workers > 1:
+        # They share the card's memory, and give it back.
+        environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     if platform == "cpu" and stage in ("kernels", "tokens"):
         environment["TRITON_INTERPRET"] = "1"
         # Compilation takes longer than what it compiles.
@@ -266,6 +315,8 @@ def run(args) -> int:
     report = opened(args)
     slower = SLOWER_ON_CPU if args.platform == "cpu" else 1
     seconds = 60 * args.minutes * slower
+    if args.workers is None:
+        args.workers = 1 if args.platform == "cpu" else max(1, min(8, (os.cpu_count() or 1) // 2))
     installed, refused = install(args.wheels) if args.wheels else (None, {})
     started = {"at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "minutes": args.minutes}
     report.record["about"]["commands"].append(started | ({"wheels not installed": refused} if refused else {}))
@@ -280,7 +331,10 @@ def run(args) -> int:
         command = [sys.executable, "-m", STAGE, name, "--platform", args.platform]
         command += ["--out", str(report.out.resolve())]
         limits = limit * slower, min(limit * slower, share * seconds / 2)
-        run_stage(report, name, command, environment_of(name, args.platform, installed), until, limits)
+        workers = args.workers if name in SHARED else 1
+        environment = environment_of(name, args.platform, installed, workers)
+        run_stage(report, name, command, environment, until, limits, workers)
+        shorten_log(report.out / "log.txt")
         print(f"{name}: {card_report.summary(report.stage(name))}", file=sys.stderr, flush=True)
     report.save()
     print(report.out / "report.md")
@@ -298,6 +352,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--platform", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
     p.add_argument("--resume", type=Path, metavar="REPORT", help="goes on with a report.json")
     p.add_argument("--wheels", type=Path, metavar="DIR", help="installs the wheels of a folder for this check alone")
+    text = "processes that share the cases of a stage; default: one on a CPU, else half of the processors, at most 8"
+    p.add_argument("--workers", type=int, choices=range(1, 65), metavar="N", help=text)
     p.add_argument("--out", type=Path, metavar="DIR", help="default: that of --resume, or card-check")
     return p
 

@@ -7,6 +7,7 @@ TITLES = {
     "build": "Kernels built and launched at the shapes of three systems",
     "kernels": "Kernels against their definitions",
     "tokens": "Tokens",
+    "large": "Kernels on large arrays, and under compute-sanitizer",
     "ruler": "The ruler",
 }
 NOTES = {

@@ -2,9 +2,9 @@
 
     python -m dflash_jax.tools.card.stages STAGE --platform cuda --out DIRECTORY
 
-Reads {"done": [names]}, a line, from stdin, and ends when that is closed. Writes to stdout, a JSON object a line, the
-names of all cases, and of each that is not done its beginning and its result. A case's status: exact, failed, measured,
-skipped (no room), or not run.
+Reads {"done": [names], "share": [i, n]}, a line, from stdin, and ends when that is closed. Each n-th case from the i-th
+on is its own. Writes to stdout, a JSON object a line, the names of all cases, and of each of its own that is not done
+the beginning and the result. A case's status: exact, failed, measured, skipped (no room), or not run.
 """
 
 import argparse
@@ -125,8 +125,13 @@ def kernels(args) -> Cases:
     on_card = args.platform == "cuda"
     for i, (name, make) in enumerate(kernel_cases.comparisons(REAL if on_card else SMALL)):
         yield name, lambda i=i, make=make: kernel_cases.check(make(kernel_cases.Source(i, on_card)), on_card)
+
+
+def large(args) -> Cases:
+    """Kernels on arrays of more than 2³¹ elements, and under NVIDIA's compute-sanitizer."""
     from dflash_jax.tools.kernels import large as kernel_large
 
+    on_card = args.platform == "cuda"
     for name, check in kernel_large.cases():
         yield name, check if on_card else _needs_a_card
     for tool in ("memcheck", "racecheck"):
@@ -146,7 +151,8 @@ def _sanitized(tool: str) -> dict:
     command = [program, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     command += [sys.executable, "-m", __spec__.name, "sanitizer", "--platform", "cuda"]
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, env=environment, input='{"done": []}\n', stdout=subprocess.PIPE, text=True)
+    asked = json.dumps({"done": [], "share": [0, 1]}) + "\n"
+    done = subprocess.run(command, env=environment, input=asked, stdout=subprocess.PIPE, text=True)
     ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"end"')]
     wrong = [one["end"] for one in ends if one["status"] != "exact"]
     if done.returncode or wrong or not ends:
@@ -184,7 +190,7 @@ def ruler(args) -> Cases:
     return card_ruler.cases(args.platform == "cuda", args.out)
 
 
-STAGES = {f.__name__: f for f in (machine, build, kernels, tokens, ruler, sanitizer)}
+STAGES = {f.__name__: f for f in (machine, build, kernels, tokens, large, ruler, sanitizer)}
 
 
 def has_no_room(said: str) -> bool:
@@ -216,11 +222,14 @@ def result(check: Callable[[], dict], stage: str) -> tuple[dict, bool]:
         return {"status": "failed", "why": f"{type(e).__name__}: {said[:300]}"}, not is_device
 
 
-def run(args, say: Callable[[dict], None], done: set[str]) -> int:
-    """Runs the cases of a stage that are not ``done``, and passes each result to ``say``: the exit code."""
+def run(args, say: Callable[[dict], None], done: set[str], share: tuple[int, int]) -> int:
+    """Runs the cases of a stage that are not ``done``, and passes each result to ``say``: the exit code.
+
+    ``share``, (i, n): each n-th case from i on.
+    """
     cases = list(STAGES[args.stage](args))
     say({"cases": [name for name, _ in cases]})
-    for name, check in cases:
+    for name, check in cases[share[0] :: share[1]]:
         if name in done:
             continue
         say({"begin": name})
@@ -253,11 +262,12 @@ def main() -> int:
     # What libraries print is not part of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    done = set(json.loads(sys.stdin.readline())["done"])
+    asked = json.loads(sys.stdin.readline())
+    done, share = set(asked["done"]), tuple(asked["share"])
     if args.stage != "sanitizer":
         end_with_parent()
     with _prepared(args):
-        return run(args, lambda line: print(json.dumps(line), file=answers, flush=True), done)
+        return run(args, lambda line: print(json.dumps(line), file=answers, flush=True), done, share)
 
 
 def _prepared(args):
@@ -265,7 +275,7 @@ def _prepared(args):
     from contextlib import ExitStack
 
     stack = ExitStack()
-    if args.stage in ("kernels", "tokens", "sanitizer"):
+    if args.stage in ("kernels", "tokens", "large", "sanitizer"):
         from dflash_jax.engine.compile_cache import enable_disk_cache
 
         enable_disk_cache()

@@ -106,9 +106,18 @@ def test_a_jax_that_cannot_trace_jax_triton(monkeypatch, of_jax, of_jax_triton, 
     monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
     monkeypatch.setattr(jax, "__version_info__", of_jax)
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    monkeypatch.setattr(backend, "version", lambda name: of_jax_triton)
+    monkeypatch.setattr(backend, "version", {"jax-triton": of_jax_triton, "triton": "3.10.0"}.get)
     reason = Backend.detect().no_triton
     assert reason is None if works else "needs jax below 0.12" in reason
+
+
+def test_a_triton_that_jax_triton_cannot_use(monkeypatch):
+    """PyTorch 2.11 has Triton 3.6."""
+    monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
+    monkeypatch.setattr(backend, "version", {"jax-triton": "0.4.1", "triton": "3.6.0"}.get)
+    expected = "Triton 3.6.0 is too old for jax-triton 0.4.1: it needs 3.7 or later"
+    assert Backend.detect().no_triton == expected
 
 
 def test_numbers_of_a_card():

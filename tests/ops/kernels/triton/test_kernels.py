@@ -116,8 +116,10 @@ def test_rows_do_not_depend_on_one_another():
         np.testing.assert_array_equal(experts_triton(HOPPER, *copies, gate_up, down)[0], among[i])
 
 
-# One row has a kernel of its own.
-@pytest.mark.parametrize(("rows", "programs"), [(1, 1), (1, 1000), (3, 1), (16, 1000)])
+# One row has a kernel of its own, which computes several rows where there are few outputs.
+@pytest.mark.parametrize(
+    ("rows", "programs", "by_row"), [(1, 1, 0), (1, 1000, 0), (3, 1, 0), (16, 1000, 0), (5, 1000, 1000)]
+)
 @pytest.mark.parametrize(
     ("hidden", "outputs", "quantized", "options"),
     [
@@ -132,12 +134,15 @@ def test_rows_do_not_depend_on_one_another():
         (128, ((48,),), ("int8", 1), {"residual"}),
     ],
 )
-def test_linear_in_triton_equals_its_definition(monkeypatch, rows, hidden, outputs, quantized, options, programs):
+def test_linear_in_triton_equals_its_definition(
+    monkeypatch, rows, hidden, outputs, quantized, options, programs, by_row
+):
     """One weight to four, of one kind or of several, by tokens or by their norm; more outputs than a program takes."""
     from dflash_jax.ops.kernels.triton import linear as triton_project
 
     monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
     monkeypatch.setattr(triton_project, "MAX_NORMED_OUTPUTS", programs)
+    monkeypatch.setattr(triton_project, "BY_ROW_OUTPUTS", by_row)
     source = Source(len(outputs))
     x, norm, weights = arguments.projections(source, rows, hidden, outputs, quantized)
     given = DeferredNorm(x, norm, 1e-6, 1.0) if "norm" in options else x
