@@ -299,7 +299,7 @@ class Engine:
         for request in [r for r in self._by_slot.values() if r.must_recompute]:
             self._leave_slot(request)
             request.slot, request.must_recompute, request.resumed = NO_SLOT, False, len(request.tokens)
-            request.prefilled = request.cached = 0
+            request.prefilled, request.is_recomputed = 0, True
             if len(request.prompt_entries) < len(request.prompt) - 1:
                 # Complete ones stay: others may be reading them with the first token.
                 request.prompt_entries = []

@@ -347,7 +347,7 @@ class Prefiller:
         cache.pin(prefix)
         has_room = self._has_room_for(prefix, request)
         if has_room:
-            if not request.cached:
+            if not request.cached and not request.is_recomputed:
                 cache.tiers.count(cache.is_on_device(prefix, request.prefilled))
             self._continue_from(prefill, prefix)
         else:
@@ -368,8 +368,10 @@ class Prefiller:
         pages.own(slot, prefix.length)
         pages.send()
         self.runner.restore(slot, prefix.length, snapshot)
-        request.cached = min(request.cached + prefix.length - request.prefilled, len(request.prompt))
-        self.statistics.cached_tokens += prefix.length - request.prefilled
+        if not request.is_recomputed:
+            cached = min(request.cached + prefix.length - request.prefilled, len(request.prompt))
+            self.statistics.cached_tokens += cached - request.cached
+            request.cached = cached
         request.prefilled = prefix.length
         return True
 

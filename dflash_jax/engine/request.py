@@ -143,6 +143,7 @@ class Request:
         ahead: New tokens at most that started dispatches bring and that are not in ``tokens``.
         swapped: Its pages, while they are on the host; None otherwise.
         must_recompute: Whether its pages are given up without a copy. It goes back into the queue.
+        is_recomputed: Whether its pages were given up once. What the prefix cache then has of it is not counted.
         prefilled: Prompt tokens in the caches.
         cached: Prompt tokens that came from the prefix cache.
         prompt_entries: Log-probabilities of the prompt's tokens but the first, as in `Event.logprobs`.
@@ -170,6 +171,7 @@ class Request:
     ahead: int = field(default=0, init=False)
     swapped: object = field(default=None, init=False, repr=False)
     must_recompute: bool = field(default=False, init=False)
+    is_recomputed: bool = field(default=False, init=False)
     prefilled: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     prompt_entries: list[dict] = field(default_factory=list, init=False)

@@ -160,6 +160,28 @@ def test_log_probabilities_of_a_prompt_stay_where_its_request_is_computed_again(
     assert last.tokens == expected(last.prompt, 230, ends=False)
 
 
+def test_what_is_computed_again_is_no_hit_of_the_prefix_cache():
+    """The first reading counts: with the second there could be more known tokens than prompt tokens."""
+    loaded = engine(2, 256, pages=65, prefix_bytes=10**7, markers=frozenset([1]))
+    loaded.runner.copies.has_memory, loaded.runner.ends = False, False
+    system = [1, *range(2, 19)]
+    loaded.submit(request([*system, 1, 20], 1))
+    run(loaded)
+    first, last = (request([*system, 1, *range(start, start + 20)], 200) for start in (20, 21))
+    for each in (first, last):
+        loaded.submit(each)
+    while not last.must_recompute:
+        loaded.step()
+    # It stores the system prompt again, whose pages were given up, before the other goes on.
+    third = request([*system, 1, 22], 1, priority=-1)
+    loaded.submit(third)
+    run(loaded)
+    assert [entry[0] for entry in loaded.runner.log].count("restore") == 3
+    assert (third.cached, last.is_recomputed) == (0, True)
+    assert first.cached == last.cached == len(system)
+    assert loaded.statistics.cached_tokens == 2 * len(system)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_again(seed, monkeypatch):
     """In the middle of a prefill of several, or when its own is complete."""
