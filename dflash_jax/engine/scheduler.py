@@ -53,8 +53,7 @@ class DecodeScheduler:
 
     def observe_rounds(self, request: Request, yielded: Sequence[int], block_size: int, drafter: int | None) -> None:
         """Adds what rounds yielded to the request's acceptance; ``block_size``: its own in them."""
-        for n in yielded:
-            self._policy.observe_round(self._acceptances[request], n, block_size, drafter)
+        self._policy.observe_rounds(self._acceptances[request], yielded, block_size, drafter)
 
     def can_mask(self) -> bool:
         """Whether rounds with masks may run."""

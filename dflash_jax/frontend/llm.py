@@ -17,7 +17,7 @@ from dflash_jax.argument_checks import caller_names
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.config import BlockSize, Speculation, speculations_of
-from dflash_jax.engine.draft_length import DraftLengthPolicy, rate_of
+from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.host_copies import allow_pinned_memory, free_memory
@@ -250,10 +250,9 @@ class LLM(Generation):
         costs = RoundCosts(self.target, self.drafters, platform_named(jax.default_backend()))
         rates, block_sizes = {}, []
         for i, drafter in enumerate(self.drafters):
-            length, block_size = drafter.config.acceptance_length, drafter.config.block_size
-            if length is not None:
-                rates[i] = rate_of(length, block_size)
-            largest, is_stepped = min(self.largest_block, block_size), isinstance(drafter, Mtp)
+            if drafter.config.acceptance_rates is not None:
+                rates[i] = drafter.config.acceptance_rates
+            largest, is_stepped = min(self.largest_block, drafter.config.block_size), isinstance(drafter, Mtp)
             block_sizes.append(compiled_block_sizes(largest, self.block_size, is_stepped))
         return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates)
 

@@ -299,8 +299,8 @@ class DraftConfig:
         num_target_layers: Layers of the target.
         norm_eps: Epsilon of every RMSNorm.
         max_positions: Positions of its context.
-        acceptance_length: Tokens that a round of its block size was measured to yield on average; None where there is
-            no record. Two configs that differ only here are equal.
+        acceptance_rates: Of rounds of its block size, the share that was measured to accept draft 1, draft 2, …; None
+            where there is no record. Two configs that differ only here are equal.
     """
 
     hidden_size: int
@@ -312,7 +312,7 @@ class DraftConfig:
     num_target_layers: int
     norm_eps: float
     max_positions: int
-    acceptance_length: float | None = field(default=None, compare=False)
+    acceptance_rates: tuple[float, ...] | None = field(default=None, compare=False)
 
     def passes(self, block_size: int) -> tuple[int, int]:
         """(passes of the drafter, tokens of each sequence in each pass) of a round of ``block_size``."""

@@ -12,12 +12,12 @@ class MtpConfig:
     Attributes:
         target: The target that it was trained with.
         block_size: Places of a block at most: the last known token and the drafts, a step of the head each.
-        acceptance_length: As in `DraftConfig`.
+        acceptance_rates: As in `DraftConfig`.
     """
 
     target: ModelConfig
     block_size: int = 8
-    acceptance_length: float | None = field(default=None, compare=False)
+    acceptance_rates: tuple[float, ...] | None = field(default=None, compare=False)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

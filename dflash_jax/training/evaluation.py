@@ -44,12 +44,18 @@ class Acceptance:
         rounds: Rounds.
         kept: Completions that count.
         degenerate: Completions that repeat themselves.
+        rates: The share of rounds that accepted draft 1, draft 2, …
     """
 
     mean: float
     rounds: int
     kept: int
     degenerate: int
+    rates: tuple[float, ...]
+
+    def scalars(self) -> dict[str, float]:
+        """The attributes that are one number each."""
+        return {name: value for name, value in vars(self).items() if name != "rates"}
 
 
 def acceptance(completions: Sequence[Completion], keep_all: bool = False) -> Acceptance:
@@ -61,10 +67,10 @@ def acceptance(completions: Sequence[Completion], keep_all: bool = False) -> Acc
     """
     good = [c for c in completions if not is_degenerate(c.token_ids)]
     counted = completions if keep_all else good
-    lengths = [n for c in counted for n in c.acceptance_lengths]
-    return Acceptance(
-        float(np.mean(lengths)) if lengths else 0.0, len(lengths), len(counted), len(completions) - len(good)
-    )
+    lengths = np.array([n for c in counted for n in c.acceptance_lengths])
+    rates = tuple(float((lengths > i).mean()) for i in range(1, max(lengths, default=1)))
+    mean = float(lengths.mean()) if len(lengths) else 0.0
+    return Acceptance(mean, len(lengths), len(counted), len(completions) - len(good), rates)
 
 
 def prompt_of(record: dict, where: str, llm: LLM) -> Prompt:

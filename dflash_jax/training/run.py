@@ -232,18 +232,19 @@ class TrainingRun:
         for temperature, measured in by_temperature.items():
             at = f"at temperature {temperature:g} ({measured.rounds} rounds)"
             self._tell(f"step {self.step}: acceptance length {measured.mean:.3f} {at}")
-            self._acceptance.add({"step": self.step, "temperature": temperature} | vars(measured))
-            named = {f"{name}/temperature_{temperature:g}": value for name, value in vars(measured).items()}
+            self._acceptance.add({"step": self.step, "temperature": temperature} | measured.scalars())
+            named = {f"{name}/temperature_{temperature:g}": value for name, value in measured.scalars().items()}
             self._trackers.add(self.step, {f"acceptance_{name}": value for name, value in named.items()})
         return by_temperature
 
     def _finish(self) -> None:
-        """Measures the trained drafter, and exports it with the acceptance length at the lowest temperature."""
+        """Measures the trained drafter, and exports it with the acceptance at the lowest temperature."""
         measured, raw = self._evaluate(), dict(self.pair.raw)
-        # That of the drafter that training began with.
-        raw.pop("acceptance_length", None)
-        if measured and (length := measured[min(measured)].mean) >= 1:
-            raw["acceptance_length"] = round(length, 2)
+        # Those of the drafter that training began with.
+        for key in ("acceptance_length", "acceptance_rates"):
+            raw.pop(key, None)
+        if measured and (found := measured[min(measured)]).rounds:
+            raw |= {"acceptance_length": round(found.mean, 2), "acceptance_rates": [round(r, 4) for r in found.rates]}
         drafter, directory = self.trainer.on_host(self.state[0]), self.config.directory / "draft"
         if distributed.is_first():
             drafters.export(drafter, raw, directory)

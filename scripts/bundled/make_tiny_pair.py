@@ -1,6 +1,6 @@
 """Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter, the target's MTP head.
 
-    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish head evaluate compare
+    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish head record evaluate compare
 
 Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
 one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
@@ -343,6 +343,19 @@ def join_head(target: Path, head: Path) -> None:
     write_json(target / "config.json", raw | {"mtp_num_hidden_layers": 1})
 
 
+def stage_record(args) -> None:
+    """Writes the greedy acceptance of drafter and head, each in blocks of its own size, into their configs."""
+    for draft, directory in ((args.out / "draft", args.out / "draft"), ("mtp", args.out / "target")):
+        llm = LLM(args.out / "target", draft)
+        prompts = held_out_prompts([llm.encode(d.text) for d in standard_library()[1]], 96, 128, args.seed + 1)
+        params = SamplingParams(temperature=0.0, max_tokens=128)
+        measured = acceptance(llm.generate(prompts, params, llm.largest_block), keep_all=True)
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        raw |= {"acceptance_length": round(measured.mean, 2), "acceptance_rates": [round(r, 4) for r in measured.rates]}
+        write_json(directory / "config.json", raw)
+        print(f"{directory}: {measured}", flush=True)
+
+
 def stage_evaluate(args) -> None:
     directory = args.out / "target"
     _, held_out = standard_library()
@@ -474,6 +487,7 @@ STAGES = {
     "drafter": stage_drafter,
     "polish": stage_polish,
     "head": stage_head,
+    "record": stage_record,
     "evaluate": stage_evaluate,
     "compare": stage_compare,
     "long-target": stage_long_target,

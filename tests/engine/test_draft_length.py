@@ -1,21 +1,36 @@
 """The choice of a block size, against rounds of known cost and acceptance."""
 
 import random
+from itertools import accumulate
+from operator import mul
+from statistics import median
 
 import pytest
 
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
-from dflash_jax.engine.draft_length import Acceptance, DraftLengthPolicy, expected_tokens, rate_of
+from dflash_jax.engine.draft_length import Acceptance, DrafterRecord, DraftLengthPolicy
+from dflash_jax.models.families.dflash import equal_rates
 
 PLAIN, EIGHT, SIXTEEN = Speculation(1), Speculation(8), Speculation(16)
 ROUNDS = speculations_of((8, 16))
 
 
-def yielded(rng: random.Random, rate: float, block_size: int) -> int:
+def expected_tokens(rate, block_size: int) -> float:
+    """Of a round; ``rate``: of acceptance at all places, or one for each."""
+    rates = [rate] * (block_size - 1) if isinstance(rate, float) else rate[: block_size - 1]
+    return 1 + sum(accumulate(rates, mul))
+
+
+def yielded(rng: random.Random, rate, block_size: int) -> int:
     n = 1
-    while n < block_size and rng.random() < rate:
+    while n < block_size and rng.random() < (rate if isinstance(rate, float) else rate[n - 1]):
         n += 1
     return n
+
+
+def record(rate: float, block_size: int = 16) -> list[float]:
+    """Of a drafter whose drafts are accepted at this rate at all places."""
+    return [rate**i for i in range(1, block_size)]
 
 
 def simulate(costs: dict[Speculation, float], rate, batch_size: int, seconds: float, **options):
@@ -29,7 +44,7 @@ def simulate(costs: dict[Speculation, float], rate, batch_size: int, seconds: fl
             for a in acceptances:
                 n = yielded(rng, rate(now, spec.drafter), spec.block_size)
                 tokens += n
-                policy.observe_round(a, n, *spec)
+                policy.observe_rounds(a, [n], *spec)
         took = rounds * costs[spec] * rng.uniform(0.9, 1.1)
         policy.observe_seconds(batch_size, spec, took / rounds, rounds)
         now += took
@@ -107,7 +122,7 @@ def test_block_sizes_that_are_not_compiled_wait():
 
 def test_the_first_choice_follows_the_record_and_the_predicted_costs():
     def first(rate, costs):
-        return DraftLengthPolicy(ROUNDS, lambda n, b: costs[b], {0: rate}).choose(1, [{}])
+        return DraftLengthPolicy(ROUNDS, lambda n, b: costs[b], {0: record(rate)}).choose(1, [{}])
 
     assert first(0.9, ACCELERATOR) == SIXTEEN
     assert first(0.2, ACCELERATOR) == PLAIN
@@ -127,7 +142,7 @@ def test_costs_that_are_not_measured_follow_the_nearest_measured_one():
 
 
 def test_why_plain_names_the_costs_where_plain_decoding_is_chosen():
-    policy = DraftLengthPolicy(ROUNDS, lambda n, b: CPU[b], {0: 0.7})
+    policy = DraftLengthPolicy(ROUNDS, lambda n, b: CPU[b], {0: record(0.7)})
     assert policy.favoured_draft(1) == EIGHT
     assert policy.why_plain(1) == (
         "a round of 8 is predicted to take 16.0 times as long as one of plain decoding, and yields about 3.1 tokens"
@@ -137,15 +152,8 @@ def test_why_plain_names_the_costs_where_plain_decoding_is_chosen():
     assert policy.why_plain(1) == (
         "a round of 8 takes 16.0 times as long as one of plain decoding, and yields about 3.1 tokens"
     )
-    assert DraftLengthPolicy(ROUNDS, lambda n, b: ACCELERATOR[b], {0: 0.7}).why_plain(1) is None
+    assert DraftLengthPolicy(ROUNDS, lambda n, b: ACCELERATOR[b], {0: record(0.7)}).why_plain(1) is None
     assert DraftLengthPolicy((PLAIN,)).why_plain(1) is None
-
-
-@pytest.mark.parametrize("block_size", [2, 4, 16])
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
-def test_a_rate_follows_from_the_acceptance_length(rate, block_size):
-    assert rate_of(expected_tokens(rate, block_size), block_size) == pytest.approx(rate, abs=1e-3)
-    assert rate_of(block_size, block_size) > 0.99
 
 
 def test_choices_are_among_those_allowed():
@@ -159,13 +167,11 @@ def test_choices_are_among_those_allowed():
 
 
 def test_recent_acceptance_counts_most():
-    a = Acceptance()
-    for _ in range(50):
-        a.observe(8, 8)
-    assert a.rate(0.5) > 0.95
-    for _ in range(30):
-        a.observe(1, 8)
-    assert a.rate(0.5) < 0.3
+    policy, acceptances = DraftLengthPolicy(ROUNDS, rates={0: record(0.7)}), {}
+    policy.observe_rounds(acceptances, [8] * 50, 8, 0)
+    assert policy.odds_ratio(0, acceptances) > 2
+    policy.observe_rounds(acceptances, [1] * 40, 8, 0)
+    assert policy.odds_ratio(0, acceptances) < 0.75
 
 
 @pytest.mark.parametrize("patience", [2.0, 20.0])
@@ -182,7 +188,7 @@ def test_a_block_size_that_is_not_compiled_is_found_in_time(patience):
         block_size = policy.choose(1, acceptances, None, lambda n, b: b in compiled, patience)
         compiled.add(block_size)
         n = yielded(rng, 0.9, block_size.block_size)
-        policy.observe_round(acceptances[0], n, *block_size)
+        policy.observe_rounds(acceptances[0], [n], *block_size)
         policy.observe_seconds(1, block_size, costs[block_size])
         now += costs[block_size]
         spent[block_size] += costs[block_size]
@@ -201,7 +207,7 @@ def test_a_cost_that_was_measured_in_a_bad_moment_is_measured_again():
         used.append(block_size)
         rounds = max(1, int(0.02 / costs[block_size]))
         for _ in range(rounds):
-            policy.observe_round(acceptances[0], yielded(rng, 0.9, block_size.block_size), *block_size)
+            policy.observe_rounds(acceptances[0], [yielded(rng, 0.9, block_size.block_size)], *block_size)
         policy.observe_seconds(1, block_size, costs[block_size], rounds)
         now += rounds * costs[block_size]
     assert used[:100].count(SIXTEEN) == 0
@@ -218,12 +224,13 @@ def only(drafter: int) -> dict[Speculation, float]:
 
 
 @pytest.mark.parametrize("rates", [(0.9, 0.6), (0.6, 0.95), (0.8, 0.8), (0.3, 0.3)])
-@pytest.mark.parametrize("record", [{}, {0: 0.9, 1: 0.5}, {0: 0.5, 1: 0.9}], ids=["none", "first", "second"])
-def test_two_drafters_are_as_fast_as_the_better_of_both(rates, record):
+@pytest.mark.parametrize("known", [{}, {0: 0.9, 1: 0.5}, {0: 0.5, 1: 0.9}], ids=["none", "first", "second"])
+def test_two_drafters_are_as_fast_as_the_better_of_both(rates, known):
     """Whatever is on record."""
+    on_record = {drafter: record(rate) for drafter, rate in known.items()}
 
     def tokens_per_s(costs) -> float:
-        return simulate(costs, lambda now, drafter: rates[drafter or 0], 1, 15.0, rates=record)[0]
+        return simulate(costs, lambda now, drafter: rates[drafter or 0], 1, 15.0, rates=on_record)[0]
 
     assert tokens_per_s(BOTH) > 0.95 * max(tokens_per_s(only(0)), tokens_per_s(only(1)))
 
@@ -240,7 +247,7 @@ def test_each_text_gets_the_drafter_that_drafts_it_better():
                 rounds = max(1, int(0.02 / costs[spec]))
                 for _ in range(rounds):
                     n = yielded(rng, rates[spec.drafter or 0], spec.block_size)
-                    policy.observe_round(acceptances[0], n, *spec)
+                    policy.observe_rounds(acceptances[0], [n], *spec)
                     tokens += n
                 policy.observe_seconds(1, spec, costs[spec], rounds)
                 now += rounds * costs[spec]
@@ -249,15 +256,81 @@ def test_each_text_gets_the_drafter_that_drafts_it_better():
     assert tokens_per_s(BOTH) > 1.1 * max(tokens_per_s(only(0)), tokens_per_s(only(1)))
 
 
+# Drafts further ahead are accepted less.
+FALLING = [0.92, 0.87, 0.8, 0.6, 0.5, *[0.3] * 10]
+FLAT = ACCELERATOR | {Speculation(4): 0.0023}
+STEEP = {NO_DRAFTER: 0.0019, PLAIN: 0.002, Speculation(4): 0.0041, EIGHT: 0.0055, SIXTEEN: 0.0085}
+OF_EQUAL_LENGTH = list(equal_rates(expected_tokens(FALLING, 16), 16))
+
+
+@pytest.mark.parametrize(("costs", "scale"), [(FLAT, 0.8), (STEEP, 1.0)], ids=["flat", "steep"])
+@pytest.mark.parametrize("known", [{}, {0: OF_EQUAL_LENGTH}, {0: list(accumulate(FALLING, mul))}])
+def test_acceptance_that_falls_with_the_place(costs, scale, known):
+    """Whatever is on record, the block size in use becomes the best one, where one rate for all places misleads."""
+    costs = {spec: costs[spec] for spec in speculations_of((4, 8, 16))}
+    rates = [scale * rate for rate in FALLING]
+    best = max(costs, key=lambda spec: expected_tokens(rates, spec.block_size) / costs[spec])
+    found, spent = simulate(costs, lambda now, _: rates, 2, 20.0, rates=known)
+    assert found > 0.97 * 2 * expected_tokens(rates, best.block_size) / costs[best]
+    assert spent[best] > 0.85 * sum(spent.values())
+
+
+def test_a_record_by_place_is_right_from_the_first_round():
+    """From the acceptance length alone, blocks of 4 look slower than plain decoding."""
+    costs = {NO_DRAFTER: 0.0019, PLAIN: 0.002, Speculation(4): 0.0056, EIGHT: 0.009, SIXTEEN: 0.014}
+    by_place = list(accumulate(FALLING, mul))
+
+    def first(rates) -> Speculation:
+        return DraftLengthPolicy(speculations_of((4, 8, 16)), lambda n, spec: costs[spec], {0: rates}).choose(1, [{}])
+
+    assert first(by_place) == Speculation(4)
+    assert first(OF_EQUAL_LENGTH) == PLAIN
+    expected = DrafterRecord(by_place, 15).expected_tokens([1.0, 1.0])
+    for block_size in (1, 4, 8, 16):
+        assert expected[block_size - 1] == pytest.approx(2 * expected_tokens(FALLING, block_size), rel=0.03)
+
+
+def test_odds_by_place_and_odds_ratios_follow_the_rounds():
+    """Texts of three kinds, whose odds are multiples of the usual ones at all places alike."""
+    usual, rng = [4.0, 2.0, 1.0], random.Random(0)
+    policy, ratios = DraftLengthPolicy(speculations_of((4,))), {0.5: [], 1.0: [], 2.0: []}
+    for _ in range(100):
+        for ratio, measured in ratios.items():
+            rates, acceptances = [ratio * odds / (1 + ratio * odds) for odds in usual], {}
+            policy.observe_rounds(acceptances, [yielded(rng, rates, 4) for _ in range(60)], 4, 0)
+            measured.append(policy.odds_ratio(0, acceptances))
+    # Of the last 500 rounds the mean has a standard deviation of 12 %.
+    assert policy.drafters[0].odds == pytest.approx(usual, rel=0.4)
+    hard, middle, easy = (median(ratios[each]) for each in ratios)
+    assert hard < 0.8 < middle < 1.25 < easy
+
+
+def test_places_that_were_not_reached_are_as_those_before():
+    record = DrafterRecord([0.7], 7)
+    assert record.odds == pytest.approx([0.7 / 0.3] * 7)
+    for _ in range(50):
+        record.observe([2] * 10, 4)
+    assert record.odds[0] > 50
+    assert record.odds[1] < 0.1
+    assert record.odds[2:] == pytest.approx([record.odds[1]] * 5)
+
+
+def test_one_lucky_draft_of_a_useless_drafter_says_little_of_another():
+    policy, acceptances = DraftLengthPolicy(speculations_of((8,), (8,))), {}
+    policy.observe_rounds({}, [1] * 1000, 8, 0)
+    policy.observe_rounds(acceptances, [2], 8, 0)
+    assert policy.odds_ratio(1, acceptances) < 2
+
+
 def test_rounds_with_one_drafter_say_a_little_of_another_one():
-    """In proportion to how both compare on all requests."""
-    policy = DraftLengthPolicy(speculations_of((8,), (8,)), rates={0: 0.8, 1: 0.6})
-    hard, easy, unknown = {0: Acceptance(1.0, 10.0)}, {0: Acceptance(50.0, 1.0)}, {}
-    assert policy._rate(1, unknown) == pytest.approx(0.6)
-    assert policy._rate(1, hard) < 0.6 < policy._rate(1, easy)
+    """Beside what is usual for each drafter."""
+    policy = DraftLengthPolicy(speculations_of((8,), (8,)), rates={0: record(0.8), 1: record(0.6)})
+    hard, easy = {0: Acceptance(1.0, 10.0)}, {0: Acceptance(50.0, 1.0)}
+    assert policy.odds_ratio(1, {}) == 1
+    assert policy.odds_ratio(0, hard) < policy.odds_ratio(1, hard) < 1
+    assert 1 < policy.odds_ratio(1, easy) < policy.odds_ratio(0, easy)
     # Rounds as on the average text change nothing.
-    assert policy._rate(1, {0: Acceptance(8.0, 2.0)}) == pytest.approx(0.6)
-    assert policy._rate(0, hard) < policy._rate(1, hard)
+    assert policy.odds_ratio(1, {0: Acceptance(4.0, 4.0)}) == 1
 
 
 def test_what_was_measured_in_a_bad_moment_is_tried_again_soon():

@@ -1,6 +1,8 @@
 """DFlash drafters: every published layout of their ``config.json``, and their weight names."""
 
 from collections.abc import Collection
+from itertools import pairwise
+from typing import TypeGuard
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import AttentionSpec, DraftConfig, DraftLayerSpec
@@ -136,12 +138,33 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     return [(window if slides else None, slides if causal is None else causal) for slides in sliding]
 
 
-def recorded_acceptance(raw: dict, block_size: int) -> float | None:
-    """The ``acceptance_length`` of a config; None where there is none, or none that a block of this size can have."""
-    value = raw.get("acceptance_length")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= block_size:
-        return None
-    return float(value)
+def equal_rates(acceptance_length: float, block_size: int) -> tuple[float, ...]:
+    """`DraftConfig.acceptance_rates` r, r², … with which rounds yield ``acceptance_length`` tokens on average."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        is_less = sum(middle**i for i in range(block_size)) < acceptance_length
+        low, high = (middle, high) if is_less else (low, middle)
+    return tuple(high**i for i in range(1, block_size))
+
+
+def recorded_acceptance(raw: dict, block_size: int) -> tuple[float, ...] | None:
+    """`DraftConfig.acceptance_rates` of a config with ``acceptance_rates`` or with ``acceptance_length`` alone.
+
+    Returns:
+        None where there is neither, or none that a block of this size can have.
+    """
+
+    def is_number(value: object) -> TypeGuard[float]:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    rates, length = raw.get("acceptance_rates"), raw.get("acceptance_length")
+    is_list = isinstance(rates, list) and 0 < len(rates) < block_size and all(map(is_number, rates))
+    if is_list and all(a >= b for a, b in pairwise([1, *rates, 0])):
+        return tuple(map(float, rates))
+    if is_number(length) and 1 <= length <= block_size and block_size > 1:
+        return equal_rates(length, block_size)
+    return None
 
 
 def read_config(raw: dict) -> DraftConfig:
@@ -174,7 +197,7 @@ def read_config(raw: dict) -> DraftConfig:
         num_target_layers=merged.need("num_target_layers"),
         norm_eps=merged.norm_eps,
         max_positions=merged.need("max_position_embeddings"),
-        acceptance_length=recorded_acceptance(raw, block_size),
+        acceptance_rates=recorded_acceptance(raw, block_size),
     )
 
 

@@ -36,7 +36,7 @@ def read_config(raw: dict, target: ModelConfig) -> MtpConfig:
         if (depth := text.integer(key, 0, minimum=0)) > 1:
             raise InputError(f"{key} is {depth}: only MTP heads of one layer are known here")
     config = MtpConfig(target)
-    return replace(config, acceptance_length=recorded_acceptance(raw, config.block_size))
+    return replace(config, acceptance_rates=recorded_acceptance(raw, config.block_size))
 
 
 def head_prefix(names: Collection[str]) -> str | None:
