@@ -354,6 +354,9 @@ def test_a_finished_run_is_measured_again_and_logged_once(config, tmp_path):
         assert run.fit(mine, print) == (1, 1)
         lines = log.read_text().splitlines()
         assert [line.split(",")[0] for line in lines] == ["step", "1", "1"]
+    exported = json.loads((tmp_path / "draft" / "config.json").read_text())
+    rates = dflash.recorded_acceptance(exported, exported["block_size"])
+    assert exported["acceptance_length"] == pytest.approx(1 + sum(rates), abs=0.006)
     # Without prompts what was measured stays.
     run.fit(replace(mine, held_out=None), print)
     assert log.read_text().splitlines() == lines

@@ -159,8 +159,12 @@ def recorded_acceptance(raw: dict, block_size: int) -> tuple[float, ...] | None:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
 
     rates, length = raw.get("acceptance_rates"), raw.get("acceptance_length")
-    is_list = isinstance(rates, list) and 0 < len(rates) < block_size and all(map(is_number, rates))
-    if is_list and all(a >= b for a, b in pairwise([1, *rates, 0])):
+    if (
+        isinstance(rates, list)
+        and 0 < len(rates) < block_size
+        and all(map(is_number, rates))
+        and all(a >= b for a, b in pairwise([1, *rates, 0]))
+    ):
         return tuple(map(float, rates))
     if is_number(length) and 1 <= length <= block_size and block_size > 1:
         return equal_rates(length, block_size)
