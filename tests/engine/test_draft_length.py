@@ -350,3 +350,12 @@ def test_what_was_measured_in_a_bad_moment_is_tried_again_soon():
         policy.observe_seconds(1, chosen[-1], costs[chosen[-1]], 20)
         now += 20 * costs[chosen[-1]]
     assert chosen[-1] == EIGHT
+
+
+def test_short_dispatches_make_rounds_hardly_dearer():
+    """To start a dispatch takes as long as some rounds; what is measured in long ones alone must not look faster."""
+    policy = DraftLengthPolicy(ROUNDS)
+    for _ in range(50):
+        for seconds, rounds in ((1.1e-3, 8), (1.1e-3, 8), (1.1e-3, 8), (1e-3, 32)):
+            policy.observe_seconds(1, EIGHT, seconds, rounds)
+    assert 1e-3 < policy.seconds[1, EIGHT] < 1.04e-3
