@@ -12,7 +12,8 @@ the result; the reference comes last and supports everything.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -163,9 +164,14 @@ def _no_triton(device: Any, card: Card | None) -> str | None:
         return f"{device.device_kind} has compute capability {device.compute_capability}: kernels need {needed}"
     if find_spec("jax_triton") is None or find_spec("triton") is None:
         return "jax-triton is not installed: it comes with the extra cuda13 on Python 3.12 and later"
-    if tuple(map(int, version("triton").split(".")[:2])) < OLDEST_TRITON:
+    try:
+        of_triton = version("triton")
+    except PackageNotFoundError:
+        # Of a distribution with another name, such as a PyTorch nightly's.
+        of_triton = import_module("triton").__version__
+    if tuple(map(int, of_triton.split(".")[:2])) < OLDEST_TRITON:
         first, of_jax = ".".join(map(str, OLDEST_TRITON)), version("jax-triton")
-        return f"Triton {version('triton')} is too old for jax-triton {of_jax}: it needs {first} or later"
+        return f"Triton {of_triton} is too old for jax-triton {of_jax}: it needs {first} or later"
     if jax.__version_info__ >= JAX_OF_JAX_TRITON[0] and version("jax-triton").startswith(JAX_OF_JAX_TRITON[1]):
         first = ".".join(map(str, JAX_OF_JAX_TRITON[0]))
         return f"jax {jax.__version__} cannot trace jax-triton {version('jax-triton')}: it needs jax below {first}"

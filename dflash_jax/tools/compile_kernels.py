@@ -110,7 +110,9 @@ def launches(
 
     def record(launch: Launch) -> tuple:
         one = described(launch)
-        found.setdefault(json.dumps(one), one | (shapes_of(launch) if shapes else {}))
+        # A grid of several rows is a launch of its own, but no other machine code.
+        key = json.dumps(one | ({"rows": launch.grid[1:2]} if shapes else {}))
+        found.setdefault(key, one | (shapes_of(launch) if shapes else {}))
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 

@@ -65,7 +65,7 @@ def test_a_pass_that_reads_for_longer_than_it_computes_costs_its_bytes(pair):
 
 
 def test_qwen_on_an_h200_is_as_measured():
-    """benchmarks/decode-h200-qwen3.6-35b-a3b-triton.md: 2.85 and 15.1 ms plain, 10.7 in rounds of 16; -mtp.md: 6.6."""
+    """decode-h200-qwen3.6-35b-a3b-triton.md: 2.85 ms plain (batch 32: 15.1), 10.7 in rounds of 16; -mtp.md: 6.6."""
     target, drafter = "configs/hf/Qwen3.6-35B-A3B.json", "configs/hf/Qwen3.6-35B-A3B-DFlash.json"
 
     def costs_of(draft: str) -> RoundCosts:

@@ -30,6 +30,10 @@ CARD = "name,driver_version,memory.total,compute_cap,power.limit"
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw"
 
 
+# Why a case has no result, or failed, that found too little memory.
+NO_ROOM = "the card has no room for it"
+
+
 class NotRunError(Exception):
     """A case that this machine cannot run; the message says why."""
 
@@ -215,8 +219,9 @@ def result(check: Callable[[], dict], stage: str) -> tuple[dict, bool]:
         return {"status": "not run" if isinstance(e, NotRunError) else "skipped", "why": str(e)}, True
     except Exception as e:
         said = " ".join(str(e).split())
-        if stage != "build" and has_no_room(said):
-            return {"status": "skipped", "why": "the card has no room for it"}, True
+        if has_no_room(said):
+            is_build = stage == "build"
+            return {"status": "failed" if is_build else "skipped", "why": NO_ROOM}, not is_build
         traceback.print_exc()
         is_device = type(e).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
         return {"status": "failed", "why": f"{type(e).__name__}: {said[:300]}"}, not is_device

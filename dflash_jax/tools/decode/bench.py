@@ -368,9 +368,10 @@ class Bench:
         state, read and written.
         """
         rows, drafts = math.ceil(point.batch / self.layout.data), point.block_size > 1
-        context = rows * (2 * self.slot.state + self.slot.read(point.context, drafts))
         passes, tokens = self.pair.drafter.config.passes(point.block_size) if drafts else (0, 0)
-        drafting = passes * (self.drafts.read(rows * tokens) + self.head)
+        cached, both = (self.slot.read(point.context, each) for each in (False, True))
+        drafting = passes * (self.drafts.read(rows * tokens) + self.head + rows * (both - cached)) if drafts else 0.0
+        context = rows * (2 * self.slot.state + cached)
         return self.weights.read(rows * point.block_size, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
@@ -429,6 +430,12 @@ def run(args) -> int:
     is_cpu = jax.default_backend() == "cpu"
     if args.config is not None and is_cpu and (count := parameters(args)) > MOST_ON_CPU:
         raise InputError(f"{count / 1e9:.0f} billion parameters on a CPU: give --layers, or leave --config out")
+    if args.draft and args.config is None:
+        raise InputError(f"--draft {args.draft}: it needs --config")
+    if args.draft_tokens is not None:
+        vocab = shapes_of(args).target.vocab_size
+        if args.config is None or not 1 <= args.draft_tokens <= vocab:
+            raise InputError(f"--draft-tokens {args.draft_tokens}: it needs --config, and must be 1 to {vocab}")
     enable_disk_cache()
     points = [Point.parse(text) for text in args.points or ()] or grid(args.grid, args.config is None or is_cpu)
     if args.experts is not None:
@@ -443,13 +450,14 @@ def run(args) -> int:
         "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
         + (f", weights in {args.quantize}" if args.quantize else ""),
         "kernels": "triton" if Backend.detect(args.kernels).has_triton else "xla",
-        "draft": (args.draft or "") + (f", {args.draft_tokens:,} tokens" if args.draft_tokens else ""),
+        "draft": ", ".join(filter(None, (args.draft, args.draft_tokens and f"{args.draft_tokens:,} tokens"))),
         "model": ("random" if args.config else "trained")
         + " weights"
         + (f", first {args.layers} layers" if args.layers else ""),
     }
     out = args.out or Path(
-        f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}{'-mtp' if args.draft else ''}"
+        f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}"
+        + "".join(f"-{each}" for each in (args.draft, args.draft_tokens) if each)
     )
     figures, page = beside(out, ".json"), beside(out, ".md")
     recorded = read_record(figures)

@@ -42,7 +42,7 @@ def table(record: dict) -> str:
     for point, row in record["points"].items():
         cells = [row["failed"]] if "failed" in row else [str(row.get(k, "")) for k in shown.values()]
         lines.append(f"| {point} | " + " | ".join(cells) + " |")
-    computed, drafter = [], "mtp" if about.get("draft") else "dflash"
+    computed, drafter = [], "mtp" if about.get("draft", "").startswith("mtp") else "dflash"
     for point, row in record["points"].items():
         batch, block_size, _ = (int(part.split()[1]) for part in point.split(", ")[:3])
         # Of fewer layers than there are a token's time says nothing.

@@ -116,6 +116,20 @@ def test_the_head_as_the_drafter(system, tmp_path):
     assert read[0] - read[1] == 2 * (4 * (config.vocab_size - 64) * config.hidden_size - 4 * 64)
 
 
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--draft", "mtp"], "--draft mtp: it needs --config"),
+        (["--draft-tokens", "5"], "it needs --config"),
+        (["--config", "SYSTEM", "--draft-tokens", "0"], "must be 1 to 512"),
+        (["--config", "SYSTEM", "--draft-tokens", "513"], "must be 1 to 512"),
+    ],
+)
+def test_a_shortlist_that_cannot_be(system, capsys, options, wrong):
+    assert bench_decode.main([str(system) if each == "SYSTEM" else each for each in options]) == 2
+    assert wrong in capsys.readouterr().err
+
+
 def test_what_is_there_is_not_measured_again(measured, capsys):
     out, options = measured
     before = out.with_suffix(".json").read_text()

@@ -43,8 +43,8 @@ OUTPUTS, MANY_INPUTS, WARPS = (4, 8), 8192, 4
 TILES, PROGRAMS = {64: (256, 4, 4, 6), 32: (512, 2, 4, 8), 16: (512, 2, 6, 8)}, (128, 64)
 # With at most BY_ROW_OUTPUTS outputs, each of several tokens has programs of its own: the products would have a program
 # for 16 outputs (a router's 257 outputs of 2,048 inputs, on an H200: 16.5 µs for 4 tokens, 2.7 µs for one with its
-# kernel). The other tokens read the weights from the L2 cache.
-BY_ROW_OUTPUTS = 1024
+# kernel). The other tokens read the weights from the L2 cache, at most BY_ROW_READ of them (16 tokens of that router).
+BY_ROW_OUTPUTS, BY_ROW_READ = 1024, 10**7
 # The norm is fused for up to MAX_NORMED_OUTPUTS outputs, since every program computes it again, and for at most
 # MAX_INPUTS_PER_OUTPUT inputs per output, since each program also stores its part of the normed input.
 MAX_NORMED_OUTPUTS, MAX_INPUTS_PER_OUTPUT = 1024, 32
@@ -325,7 +325,8 @@ def _launch_group(
     sizes[alike:alike] = [0] * missing
     sizes += [0] * (1 - others)
     (*_, run), (*_, other_run) = weight_parts[0], weight_parts[-1]
-    by_row = rows == 1 or (sum(sizes) <= BY_ROW_OUTPUTS and _one_takes(hidden, (run, other_run)))
+    is_small = sum(sizes) <= BY_ROW_OUTPUTS and rows * sum(sizes) * hidden <= BY_ROW_READ
+    by_row = rows == 1 or (is_small and _one_takes(hidden, (run, other_run)))
     if by_row:
         kernel, block, warps, stages = _project_one, OUTPUTS[run > 0 or hidden > MANY_INPUTS], WARPS, [1, 1]
         steps, meta = [max(r, divisor(hidden, 2048)) for r in (run, other_run)], {}

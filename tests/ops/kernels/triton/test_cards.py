@@ -111,11 +111,19 @@ def test_a_jax_that_cannot_trace_jax_triton(monkeypatch, of_jax, of_jax_triton, 
     assert reason is None if works else "needs jax below 0.12" in reason
 
 
-def test_a_triton_that_jax_triton_cannot_use(monkeypatch):
-    """PyTorch 2.11 has Triton 3.6."""
+@pytest.mark.parametrize("has_name", [True, False])
+def test_a_triton_that_jax_triton_cannot_use(monkeypatch, has_name):
+    """PyTorch 2.11 has Triton 3.6, a nightly one under another distribution's name."""
+
+    def version(name):
+        if name == "triton" and not has_name:
+            raise backend.PackageNotFoundError(name)
+        return {"jax-triton": "0.4.1", "triton": "3.6.0"}[name]
+
     monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    monkeypatch.setattr(backend, "version", {"jax-triton": "0.4.1", "triton": "3.6.0"}.get)
+    monkeypatch.setattr(backend, "version", version)
+    monkeypatch.setattr(backend, "import_module", lambda name: SimpleNamespace(__version__="3.6.0"))
     expected = "Triton 3.6.0 is too old for jax-triton 0.4.1: it needs 3.7 or later"
     assert Backend.detect().no_triton == expected
 
