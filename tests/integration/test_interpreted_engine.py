@@ -139,8 +139,8 @@ def test_reproducible_tokens_in_bfloat16(models, temperature):
             found = run(target, coached, requests(lengths, temperature), WIDE, True, reproducible=True)
             for one, other in zip(found, expected, strict=False):
                 assert one.tokens == other.tokens
-    # Windows are all of one width: kernels of one token have no part.
-    assert set(ran) == {name for name in KERNELS if not name.endswith("_one")} | BFLOAT16_ONLY
+    # Windows are all of one width: kernels of one token have no part, except the router's, which takes several.
+    assert set(ran) == {name for name in KERNELS if not name.endswith("_one")} | {"_project_one"} | BFLOAT16_ONLY
 
 
 def in_float8(module):
