@@ -132,13 +132,15 @@ class DrafterRecord:
         least, greatest = ODDS
         # The first place has none before it.
         odds = self._accepted[0] / max(self._rejected[0], 1 / greatest)
-        self.odds, self.usual = [], [0.0]
+        by_place, usual = [], [0.0]
         for accepted, rejected in zip(self._accepted, self._rejected, strict=True):
             rate = odds / (1 + odds)
             odds = (accepted + PLACE_ROUNDS * rate) / (rejected + PLACE_ROUNDS * (1 - rate))
             odds = min(max(odds, least), greatest)
-            self.odds.append(odds)
-            self.usual.append(self.usual[-1] + 1 / odds)
+            by_place.append(odds)
+            usual.append(usual[-1] + 1 / odds)
+        # Whole lists: other threads read them.
+        self.odds, self.usual = by_place, usual
 
     def expected_tokens(self, ratios: Sequence[float], least: float = 0.0) -> np.ndarray:
         """Expected tokens of a round.
