@@ -316,8 +316,9 @@ def make_plan(
         extra = 0.0
         if drafts and draft_weights and shapes.draft:
             draft_passes, per_pass = shapes.draft.passes(tokens)
-            extra = draft_passes * (draft_weights.read(batch * per_pass) + weights.head)
-        read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + slot.read(context, drafts))
+            of_drafts = slot.read(context, True) - slot.read(context, False)
+            extra = draft_passes * (draft_weights.read(batch * per_pass) + weights.head + batch * of_drafts)
+        read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + slot.read(context, False))
         return slots * (acceptance_length if drafts else 1) * device.bandwidth / read
 
     replicated = weights.replicated | (draft_weights.replicated if draft_weights else {})
