@@ -195,10 +195,10 @@ def run_share(
         report: Gets the results.
         stage: Its record of the stage.
         again: The cases that timed out in an earlier command, which have a second try.
-        command: As in `run_stage`, as the three arguments behind it.
-        environment: See there.
-        until: See there.
-        limits: See there.
+        command: The command of a process.
+        environment: Its environment.
+        until: When the stage must end, by `time.monotonic`.
+        limits: Seconds that the start of a process, and that a case may take.
         share: (i, n).
     """
 
@@ -329,6 +329,7 @@ def run(args) -> int:
     slower = SLOWER_ON_CPU if args.platform == "cpu" else 1
     seconds = 60 * args.minutes * slower
     if args.workers is None:
+        # As `engine.round_costs.processors`, which would import JAX here: this process holds no device.
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         args.workers = 1 if args.platform == "cpu" else max(1, min(8, processors // 2))
     installed, refused = install(args.wheels) if args.wheels else (None, {})
