@@ -1,6 +1,6 @@
 """What the contexts of drafters must hold after anything: what one pass over the text gives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import jax
@@ -25,15 +25,15 @@ def one_pass(target, drafter, tokens, n):
     return drafter.extend(drafter.init_cache(b, size, target.dtype, NO_WINDOW), new)
 
 
-def assert_context(target, head, state: DecodeState, rows: Iterable[int]) -> None:
+def assert_context(target, head, state: DecodeState, rows: Iterable[int], drafter: int = 0) -> None:
     """Keys, values and the pending feature of ``rows`` of a state are those of one pass over all but the last token.
 
-    The first token of a context has no keys and values.
+    The first token of a context has no keys and values; ``drafter``: the head's index among several drafters.
     """
     expected, right = one_pass(target, head, jnp.asarray(state.tokens), jnp.maximum(jnp.asarray(state.length) - 1, 0))
     (context, pending), compared = state.draft, 0
     for row in rows:
-        first, end = int(state.draft_start[row]) + 1, int(state.length[row]) - 1
+        first, end = int(state.draft_start[row, drafter]) + 1, int(state.length[row]) - 1
         for mine, wanted in zip(of_row(context, row), of_row(expected, row), strict=True):
             mine, wanted = mine[:, first:end], wanted[:, first:end]
             compared += mine.size
@@ -43,20 +43,26 @@ def assert_context(target, head, state: DecodeState, rows: Iterable[int]) -> Non
     assert compared, "there is no context to compare"
 
 
-def assert_contexts(target, drafters, state: DecodeState, rows: Sequence[int]) -> None:
-    """The contexts of ``rows`` in all caches of ``drafters``, heads or DFlash drafters, are those of one pass."""
-    assert rows, "there is no context to compare"
+def assert_contexts(target, drafters, state: DecodeState) -> list[list[int]]:
+    """The contexts in the caches of ``drafters``, heads or DFlash drafters, are those of one pass.
+
+    Returns:
+        The rows that were compared, by drafter, as `rows_with_context` gives them.
+    """
     tokens, length = jnp.asarray(state.tokens), jnp.asarray(state.length)
-    for drafter, draft in zip(drafters, state.draft, strict=True):
+    compared = [rows_with_context(state, i) for i in range(len(drafters))]
+    for i, (drafter, draft, rows) in enumerate(zip(drafters, state.draft, compared, strict=True)):
+        assert rows, f"there is no context of drafter {i} to compare"
         if isinstance(drafter, Mtp):
-            assert_context(target, drafter, replace(state, draft=draft), rows)
+            assert_context(target, drafter, replace(state, draft=draft), rows, i)
             continue
         expected = one_pass(target, drafter, tokens, jnp.maximum(length - 1, 0))
         for row in rows:
-            first, end = int(state.draft_start[row]), int(state.length[row]) - 1
+            first, end = int(state.draft_start[row, i]), int(state.length[row]) - 1
             # The last layer has full attention: no window leaves out a part of its cache.
             for mine, right in zip(of_row(draft[-1], row), of_row(expected[-1], row), strict=True):
                 np.testing.assert_allclose(mine[:, first:end], right[:, first:end], atol=2e-4, err_msg=f"row {row}")
+    return compared
 
 
 def of_row(cache: KVCache, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,14 +84,15 @@ def of_one_device(state: DecodeState, shards: int) -> DecodeState:
     return map_caches(numbered, state)
 
 
-def rows_with_context(state: DecodeState) -> list[int]:
-    """The rows of an engine's state whose text is in the caches, and in the drafter's context at least in part.
+def rows_with_context(state: DecodeState, drafter: int = 0) -> list[int]:
+    """The rows of an engine's state whose text is in the caches, and in a drafter's context at least in part.
 
-    An aborted prompt is in no cache as a whole, plain decoding may have left the drafter out, and a request that has
-    ended may have given its pages back.
+    An aborted prompt is in no cache as a whole, rounds may have left the drafter out, and a request that has ended may
+    have given its pages back.
     """
     is_cached = np.asarray(state.num_cached) == np.asarray(state.length) - 1
     for cache in jax.tree.leaves((state.target, state.draft), is_leaf=is_kv_cache):
         if is_kv_cache(cache) and cache.window is None:
             is_cached &= np.asarray(cache.table)[:, 0] < len(cache.k)
-    return np.flatnonzero(is_cached & (np.asarray(state.length) - 2 > np.asarray(state.draft_start))).tolist()
+    has_context = np.asarray(state.length) - 2 > np.asarray(state.draft_start)[:, drafter]
+    return np.flatnonzero(is_cached & has_context).tolist()

@@ -244,7 +244,7 @@ def admit(target: Decoder, state: DecodeState, slots: Int[Array, "1"], admission
         tokens=admission.tokens[None],
         length=ints["prompt_length"],
         num_cached=zero,
-        draft_start=zero,
+        draft_start=jnp.zeros_like(one.draft_start),
         done=jnp.zeros_like(one.done),
         stops=admission.stops[None],
         target=target_caches,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.decoding.sampling import Logprobs, compute_logprobs
 from dflash_jax.decoding.state import DecodeState
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import ContextTokens, Drafting
+from dflash_jax.models.drafting import ContextTokens, Drafting, extended_contexts
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ def prefill_chunk(
 
     Args:
         target: The target.
-        drafter: Its cache gets the same tokens; with None, its context begins after them.
+        drafter: Its cache gets the same tokens; with None, the contexts of drafters begin after them.
         state: The state.
         size: Tokens of the pass (static).
         n: Upper bounds of the tokens of each sequence, int [B], at most ``size``; None is ``size``.
@@ -83,8 +83,8 @@ def prefill_chunk(
         draft = drafter.extend(
             draft, ContextTokens(tokens, embeddings, features, positions, rotary, steps < n[:, None])
         )
-    state = replace(state, target=caches, draft=draft, num_cached=state.num_cached + n)
-    return state if drafter is not None else state.restart_draft_context(n > 0)
+    after = replace(state, target=caches, draft=draft, num_cached=state.num_cached + n)
+    return after.restart_draft_contexts(state, extended_contexts(drafter))
 
 
 def score_chunk(
@@ -109,5 +109,5 @@ def score_chunk(
     logits, next_tokens = target.logits(hidden), replace(state, num_cached=state.num_cached + 1).uncached_tokens(size)
     sampling = replace(state.sampling, processed_logprobs=jnp.zeros_like(state.sampling.processed_logprobs))
     logprobs = compute_logprobs(logits, logits, next_tokens, sampling, top)
-    state = replace(state, target=caches, num_cached=state.num_cached + n)
-    return state.restart_draft_context(n > 0), logprobs
+    after = replace(state, target=caches, num_cached=state.num_cached + n)
+    return after.restart_draft_contexts(state, ()), logprobs

@@ -1,7 +1,7 @@
 """The device's part of prefix reuse and of swapping: copies of pages, and of what a slot has beside them.
 
 A *segment* is the contents of some pages. A *snapshot* is everything else that a slot has after a prefix: recurrent and
-convolution states, and the first position of the drafter's context. Both are copies, the same on all data shards.
+convolution states, and the first positions of the drafters' contexts. Both are copies, the same on all data shards.
 
 Slots are given as int [1], for one slot, and pages as int [m]; each data shard is given its own, numbered within the
 shard, and indices past its end in place of those of other shards. K is the KV heads of a layer, D its head size, P the

@@ -43,7 +43,9 @@ from dflash_jax.models.drafting import (
     DraftWindow,
     TargetHeads,
     contexts_by_need,
+    extended_contexts,
     features_of,
+    proposer,
 )
 from dflash_jax.parallel.sharding import DATA, spec
 
@@ -132,7 +134,7 @@ def propose(
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
     heads = TargetHeads(target.embed_tokens, target.logits, draw_draft)
-    window = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start)
+    window = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start[:, proposer(drafter)])
     proposal = drafter.propose(state.draft, last, start, state.block_sizes, size, heads, window)
     # The first draft follows the last known token, at place num_uncached of the block.
     places = jnp.arange(size)[None] - state.num_uncached[:, None]
@@ -242,7 +244,7 @@ def commit(
 
     Args:
         target: The target.
-        drafter: The drafter; with None, its context begins after these tokens.
+        drafter: The drafter; None writes the target's caches only.
         before: The state that was verified.
         after: What `decide` gave for it.
         block: What was verified, int [B, T].
@@ -251,7 +253,7 @@ def commit(
         aligned: Whether only whole blocks are written, as `Settings.aligned` says.
 
     Returns:
-        ``after`` with new caches.
+        ``after`` with new caches. Contexts that do not have the tokens are `DecodeState.restart_draft_contexts`' part.
     """
     size = block.shape[1]
     num_yielded = after.length - before.length
@@ -264,8 +266,7 @@ def commit(
         positions, rotary = before.num_cached[:, None] + steps, before.rotary_positions(size)
         embeddings = target.embed_tokens(block)
         draft = drafter.extend(draft, ContextTokens(block, embeddings, features, positions, rotary, valid))
-    after = replace(after, target=caches, draft=draft, num_cached=before.num_cached + n)
-    return after if drafter is not None else after.restart_draft_context(n > 0)
+    return replace(after, target=caches, draft=draft, num_cached=before.num_cached + n)
 
 
 def decode_round(
@@ -292,7 +293,8 @@ def decode_round(
     block = next_block(target, drafter, state, settings, mode)
     logits, features, record = verify(target, state, block, drafter.taps if drafter is not None else ())
     after = decide(state, block, logits, mask, mode)
-    return commit(target, drafter, state, after, block, features, record, settings.aligned)
+    after = commit(target, drafter, state, after, block, features, record, settings.aligned)
+    return after.restart_draft_contexts(state, extended_contexts(drafter))
 
 
 def _contexts(drafter: Drafting | None, block_size: int) -> tuple[Drafting | None, Drafting | None]:
@@ -380,9 +382,9 @@ def decode(
         return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), buffer
 
     _, state, buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, buffer))
-    if later is None or buffer is None:
-        return state
-    return _extend_draft(target, later, before, state, buffer, EXTENSION_SIZE if size == 1 else DEFERRED_SIZE)
+    if later is not None and buffer is not None:
+        state = _extend_draft(target, later, before, state, buffer, EXTENSION_SIZE if size == 1 else DEFERRED_SIZE)
+    return state.restart_draft_contexts(before, extended_contexts(drafter))
 
 
 def _extend_draft(
@@ -408,4 +410,4 @@ def _extend_draft(
 
     chunks = (num_gained.max() + size - 1) // size
     draft = jax.lax.fori_loop(0, chunks, extend, after.draft)
-    return replace(after, draft=draft, draft_start=before.draft_start)
+    return replace(after, draft=draft)

@@ -7,7 +7,7 @@ Dimension letters: B sequences of the batch, L token positions of the buffer, T 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -19,7 +19,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.sampling_state import TABLES, SamplingState
 from dflash_jax.models.cache import Cache, init_cache
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import NO_WINDOW, DraftCache, Drafting, DraftWindow
+from dflash_jax.models.drafting import NO_WINDOW, DraftCache, Drafting, DraftWindow, extended_contexts
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaState, KVCache
 from dflash_jax.ops.empty_cache import unwritten
@@ -38,6 +38,7 @@ class Settings:
         top_logprobs: Most likely tokens whose log-probabilities are recorded at each position; -1 records none at all.
         draft_window: The part of the context that the drafter sees.
         drafter: Which drafter proposes, of several; None leaves all of them and their caches out.
+        is_alone: Whether the caches of the other drafters are left out.
     """
 
     block_size: int = 16
@@ -45,6 +46,7 @@ class Settings:
     top_logprobs: int = -1
     draft_window: DraftWindow = NO_WINDOW
     drafter: int | None = 0
+    is_alone: bool = False
 
 
 PLAIN_SETTINGS = Settings()
@@ -77,7 +79,8 @@ class DecodeState:
         stops: Stop token ids, [B, MAX_STOPS], padded with -1.
         draft_window: Number of last positions that the drafter sees, [B].
         draft_sinks: Number of first positions that it sees beside them, [B].
-        draft_start: First position of the drafter's context, [B]. Earlier tokens were processed without the drafter.
+        draft_start: First position of the context of each drafter, [B, drafters]; one column without any. Earlier
+            tokens were processed without it.
         target: Caches of the target.
         draft: Caches of the drafter; () without one.
         sampling: Sampling options and token counts.
@@ -99,7 +102,7 @@ class DecodeState:
     stops: Int[Array, "B stops"]
     draft_window: Int[Array, " B"]
     draft_sinks: Int[Array, " B"]
-    draft_start: Int[Array, " B"]
+    draft_start: Int[Array, "B drafters"]
     target: Cache
     draft: DraftCache
     sampling: SamplingState
@@ -122,9 +125,22 @@ class DecodeState:
         """Rotary positions of ``size`` tokens from ``num_cached`` on, int [B, size]."""
         return (self.num_cached + self.rope_delta)[:, None] + jnp.arange(size)[None]
 
-    def restart_draft_context(self, has_moved: Bool[Array, " B"]) -> "DecodeState":
-        """Begins the drafter's context at ``num_cached`` where ``has_moved``: its cache lacks the tokens before."""
-        return replace(self, draft_start=jnp.where(has_moved, self.num_cached, self.draft_start))
+    def restart_draft_contexts(self, before: "DecodeState", extended: Sequence[int]) -> "DecodeState":
+        """Begins contexts of drafters at ``num_cached``: those whose caches lack the tokens since ``before``.
+
+        Args:
+            before: An earlier state of the same sequences.
+            extended: The drafters whose caches have these tokens.
+
+        Returns:
+            The state. A context begins where it did if its sequence has no such tokens.
+        """
+        left_out = [i for i in range(self.draft_start.shape[1]) if i not in extended]
+        has_moved, first = self.num_cached > before.num_cached, self.num_cached
+        starts = self.draft_start
+        for i in left_out:
+            starts = starts.at[:, i].set(jnp.where(has_moved, first, starts[:, i]))
+        return replace(self, draft_start=starts)
 
 
 def _pooled(cache: KVCache, shards: int, pages: tuple[int, int] | None) -> KVCache:
@@ -177,7 +193,7 @@ def empty_state(
         The state. Every leaf is a separate array, so that the state may be donated.
     """
     dtype, vocab, top = target.dtype, target.config.vocab_size, settings.top_logprobs
-    names = ("length", "num_cached", "prompt_length", "limit", "rope_delta", "rounds", "draft_start")
+    names = ("length", "num_cached", "prompt_length", "limit", "rope_delta", "rounds")
     zeros = {name: jnp.zeros((slots,), jnp.int32) for name in names}
     window = settings.draft_window
     caches = (
@@ -195,6 +211,7 @@ def empty_state(
         stops=jnp.full((slots, MAX_STOPS), -1, jnp.int32),
         draft_window=jnp.full((slots,), NO_BOUND if window.size is None else window.size, jnp.int32),
         draft_sinks=jnp.full((slots,), window.sinks, jnp.int32),
+        draft_start=jnp.zeros((slots, max(1, len(extended_contexts(drafter)))), jnp.int32),
         target=target_caches,
         draft=draft_caches,
         sampling=SamplingState.greedy(slots, vocab, target.vocab, target.backend),

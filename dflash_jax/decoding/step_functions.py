@@ -23,7 +23,7 @@ from dflash_jax.decoding.sampling import Logprobs, add_noise, process_logits
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings, put_slots, take_slots
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import Drafting, proposing
+from dflash_jax.models.drafting import Drafting, extended_contexts, proposing
 from dflash_jax.parallel.sharding import DATA
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ def decode(
     Returns:
         The state, and a report.
     """
-    drafter = proposing(drafter, settings.drafter)
+    drafter = proposing(drafter, settings.drafter, settings.is_alone)
     before = _take(target, state, slots, block_sizes, settings.block_size)
     after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
     result = report(before, after, max(REPORT_SIZE, settings.block_size))
@@ -276,6 +276,7 @@ def finish(
     decided = speculative.decide(before, block, logits, mask)
     drafter = drafter if drafting else None
     after = speculative.commit(target, drafter, before, decided, block, features, record, aligned)
+    after = after.restart_draft_contexts(before, extended_contexts(drafter))
     result = report(before, after, block.shape[1])
     return _put(state, after, slots), gather_batch(result)
 

@@ -15,16 +15,31 @@ class Speculation(NamedTuple):
         block_size: Tokens that it may yield: the draft length + 1; 1 is plain decoding.
         drafter: Which drafter proposes, of several. None leaves all drafters out: their contexts then start anew where
             drafting resumes.
+        is_alone: Whether the other drafters are left out in the same way.
     """
 
     block_size: int
     drafter: int | None = 0
+    is_alone: bool = False
 
     def __str__(self) -> str:
-        """The block size, 0 without drafters; then a colon and the drafter, where that is not the first."""
+        """The block size, 0 without drafters; a colon and the drafter, where that is not the first; whether alone."""
         if self.drafter is None:
             return "0"
-        return f"{self.block_size}:{self.drafter}" if self.drafter else str(self.block_size)
+        return f"{self.block_size}{f':{self.drafter}' if self.drafter else ''}{' alone' if self.is_alone else ''}"
+
+    @property
+    def with_all(self) -> "Speculation":
+        """The same with the contexts of all drafters."""
+        return Speculation(1) if self.block_size == 1 else self._replace(is_alone=False)
+
+    def may_run(self, batch_size: int) -> bool:
+        """Whether there are rounds of this kind for ``batch_size`` sequences of a data shard.
+
+        Drafters draft alone for one sequence only, where a round takes the least time and another context the largest
+        share of it: these are as many programs again.
+        """
+        return batch_size == 1 or not self.is_alone
 
 
 # Plain decoding that does not update the drafters' contexts.
@@ -34,13 +49,21 @@ REPLAY = Speculation(1)
 
 
 def speculations_of(*block_sizes: Sequence[int]) -> tuple[Speculation, ...]:
-    """The speculations of drafters, plain decoding first, then ascending by block size.
+    """The speculations of drafters.
 
     Args:
         block_sizes: Of each drafter, its block sizes; 1 is implied.
+
+    Returns:
+        Plain decoding without drafters; of several drafters, what each does alone; then with all of them plain decoding
+        and drafting, ascending by block size.
     """
     drafting = [Speculation(size, i) for i, sizes in enumerate(block_sizes) for size in sizes if size > 1]
-    return (NO_DRAFTER, Speculation(1), *sorted(drafting)) if drafting else (Speculation(1),)
+    drafters = {each.drafter for each in drafting}
+    alone = [each._replace(is_alone=True) for each in (*(Speculation(1, i) for i in drafters), *drafting)]
+    if not drafting:
+        return (Speculation(1),)
+    return (NO_DRAFTER, *(sorted(alone) if len(drafters) > 1 else ()), Speculation(1), *sorted(drafting))
 
 
 PREFILL_SIZES = (16, 64, 256, 1024)
@@ -143,7 +166,7 @@ class EngineConfig:
     @property
     def masked_speculations(self) -> tuple[Speculation, ...]:
         """The speculations of rounds with masks: plain decoding, and each drafter's largest block."""
-        largest = {each.drafter: each for each in self.speculations if each.block_size > 1}
+        largest = {each.drafter: each for each in self.speculations if each.block_size > 1 and not each.is_alone}
         return (Speculation(1), *sorted(largest.values()))
 
     def prefill_batch(self, size: int) -> int:

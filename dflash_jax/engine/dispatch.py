@@ -17,7 +17,7 @@ from dflash_jax.engine.request import Request
 def round_settings(settings: Settings, speculation: Speculation) -> Settings:
     """What is compiled into rounds; ``settings``: what all programs of an engine share."""
     size = max(speculation.block_size, settings.block_size) if settings.aligned else speculation.block_size
-    return replace(settings, block_size=size, drafter=speculation.drafter)
+    return replace(settings, block_size=size, drafter=speculation.drafter, is_alone=speculation.is_alone)
 
 
 @dataclass(frozen=True)

@@ -5,37 +5,29 @@ b is the draft length b - 1 plus the target's own token. The policy takes what h
 
     sum over sequences of (1 + p_1 + p_1 p_2 + … + p_1 p_2 … p_(b - 1)) / seconds of such a round at this batch size,
 
-where p_i is the probability that the sequence accepts draft i of a block where it accepted those before it. Drafts
-further ahead are accepted less, the more so where one pass drafts them all, so a drafter has a record by place
-(`DrafterRecord`): the odds o_i of acceptance in the rounds of all requests. A sequence is easier or harder than these
-in all places alike, by the odds ratio r:
+where p_i is the probability that the sequence accepts draft i of a block where it accepted those before it.
 
-    p_i / (1 - p_i) = r o_i,    r = (usual rejections + c) / (rejections + c),
+At first the p_i follow from the acceptance on record for the drafter (`engine.acceptance`), and the seconds are
+predicted (`engine.round_costs`); both are then measured, with the drafter's part and the update of contexts included. A
+round says little about the acceptance of other drafters, and plain decoding (b = 1) nothing about any: from time to
+time, for at most a fiftieth of the time, other rounds are tried where they could be faster. A compiled round whose
+prediction may be too high is tried at once; one that is not compiled is tried after a while, since its compilation is
+waited for.
 
-where the usual rejections are those that o_i expects among as many accepted drafts, the sum of 1 / o_i over them (the
-Mantel-Haenszel estimate), recent rounds count most, and c draws r of a new sequence to 1.
-
-At first the o_i follow from the acceptance on record for the drafter, and the seconds are predicted
-(`engine.round_costs`); both are then measured, with the drafter's part and the update of all contexts included. A round
-says little about the r of other drafters, and plain decoding (b = 1) nothing about any: from time to time, for at most
-a fiftieth of the time, other rounds are tried where they could be faster. A compiled round whose prediction may be too
-high is tried at once; one that is not compiled is tried after a while, since its compilation is waited for.
-
-Where no draft could pay off even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`);
-their contexts then start anew where drafting resumes. At long intervals the contexts are kept up for a while
+Contexts cost time, too, and can be left out; they start anew where they are wanted again. Where no draft could pay off
+even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`). Of several drafters, one drafts
+alone where that is faster (`engine.drafting_alone`). At long intervals all contexts are kept up for a while
 nevertheless, so that acceptance can be measured again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from math import log
 from types import MappingProxyType
 
-import numpy as np
-
+from dflash_jax.engine.acceptance import USUAL_RATE, Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
+from dflash_jax.engine.drafting_alone import COMPARED_RUNS, TRIAL_SHARE, DraftingAlone
 
 # Weight of a new measurement of seconds in their moving average, where it is longer and where it is shorter: what runs
 # beside the engine makes rounds longer, never shorter, and to start and to read a short dispatch takes more of each of
@@ -43,118 +35,18 @@ from dflash_jax.engine.config import NO_DRAFTER, Speculation
 LONGER_WEIGHT, SHORTER_WEIGHT = 0.05, 0.5
 # Runs of a program of which the last is a measurement: the first is slower.
 MEASURED_RUNS = 2
-# Factor by which earlier rounds count less after each round, of a sequence and of all requests together.
-DECAY, OVERALL_DECAY = 0.95, 0.998
-# Rejections that the record of all requests counts for in a sequence's odds ratio.
-PRIOR_REJECTIONS = 8.0
-# Rounds that the odds at a place count for at the next one.
-PLACE_ROUNDS = 4.0
-# The least and the greatest odds at a place: one draft that is accepted against all odds must not make a text easy.
-ODDS = 0.05, 1e3
-# Acceptance assumed of a block size that is not in use, share of the time for trying others, and the rounds and the
-# seconds of a trial, at least.
-OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS, TRIAL_S = 0.95, 0.02, 2, 0.02
+# Acceptance assumed of a block size that is not in use, and the rounds and the seconds of a trial, at least.
+OPTIMISTIC_RATE, TRIAL_ROUNDS, TRIAL_S = 0.95, 2, 0.02
 # Seconds of decoding after which a block size is tried even where its cost makes it hopeless: that may have been
 # measured in a bad moment.
 RETRY_S = 60.0
 # How many times too high a predicted cost may be.
 PREDICTION_ERROR = 5.0
-# The rate at which drafts of a drafter without a record are accepted, and the rounds that a record counts for.
-USUAL_RATE, RECORD_ROUNDS = 0.7, 40.0
-# The best recent odds ratio at first: some texts are easier than those on record.
-EASY_RATIO = 2.0
-# What rounds with one drafter count for the rate of another one.
-OTHERS_WEIGHT = 0.25
-# How fast the best recent odds ratio follows a sequence that is better, and one that is worse.
-RISE, FALL = 0.5, 0.02
-# Without the drafter: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
-# the drafter's context and of drafting.
+# Rounds of a drafter before its record is known well, and the share of the time for trying it until then.
+KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
+# Without a drafter: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
+# all contexts and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
-
-
-@dataclass
-class Acceptance:
-    """Recent rejections of a sequence's drafts; older rounds count less.
-
-    Attributes:
-        usual: Rejections that are usual among as many accepted drafts.
-        rejected: Rounds that a rejected draft ended.
-    """
-
-    usual: float = 0.0
-    rejected: float = 0.0
-
-    def observe(self, usual: float, is_rejected: bool) -> None:
-        """Adds a round with ``usual`` rejections usual among its accepted drafts."""
-        self.usual = DECAY * self.usual + usual
-        self.rejected = DECAY * self.rejected + is_rejected
-
-
-# Acceptance of one sequence, by drafter.
-Acceptances = MutableMapping[int, Acceptance]
-
-
-class DrafterRecord:
-    """How a drafter's drafts were accepted in the rounds of all requests, by their place in the block.
-
-    Args:
-        rates: Of the rounds on record, the share that accepted draft 1, draft 2, …, none greater than the one before
-            it. At places past them, drafts are accepted as often as at the last of them.
-        places: Drafts of the largest block.
-
-    Attributes:
-        odds: The odds of acceptance at each place, of drafts where those before were accepted.
-        usual: Rejections that are usual among the first n accepted drafts of a round, by n.
-        best_ratio: The best recent odds ratio of a sequence.
-    """
-
-    def __init__(self, rates: Sequence[float], places: int):
-        reached = (1.0, *rates)
-        # By place: drafts that were accepted, and rounds that a rejected draft ended.
-        self._accepted = [RECORD_ROUNDS * rate for rate in rates[:places]] + [0.0] * (places - len(rates))
-        self._rejected = [RECORD_ROUNDS * (a - b) for a, b in pairwise(reached)][:places]
-        self._rejected += [0.0] * (places - len(self._rejected))
-        self.best_ratio = EASY_RATIO
-        self._update()
-
-    def observe(self, yielded: Sequence[int], block_size: int) -> None:
-        """Adds rounds of ``block_size`` that yielded ``yielded`` tokens."""
-        decay = OVERALL_DECAY ** len(yielded)
-        self._accepted, self._rejected = [decay * a for a in self._accepted], [decay * r for r in self._rejected]
-        for count in yielded:
-            for place in range(count - 1):
-                self._accepted[place] += 1
-            if count < block_size:
-                self._rejected[count - 1] += 1
-        self._update()
-
-    def _update(self) -> None:
-        least, greatest = ODDS
-        # The first place has none before it.
-        odds = self._accepted[0] / max(self._rejected[0], 1 / greatest)
-        by_place, usual = [], [0.0]
-        for accepted, rejected in zip(self._accepted, self._rejected, strict=True):
-            rate = odds / (1 + odds)
-            odds = (accepted + PLACE_ROUNDS * rate) / (rejected + PLACE_ROUNDS * (1 - rate))
-            odds = min(max(odds, least), greatest)
-            by_place.append(odds)
-            usual.append(usual[-1] + 1 / odds)
-        # Whole lists: other threads read them.
-        self.odds, self.usual = by_place, usual
-
-    def expected_tokens(self, ratios: Sequence[float], least: float = 0.0) -> np.ndarray:
-        """Expected tokens of a round.
-
-        Args:
-            ratios: The odds ratio of each sequence.
-            least: The probability with which each draft is accepted at least.
-
-        Returns:
-            float64 [places + 1]: tokens of all sequences together, with blocks of 1, 2, … up to the largest.
-        """
-        odds = np.multiply.outer(ratios, self.odds)
-        reached = np.maximum(odds / (1 + odds), least).cumprod(axis=1).sum(axis=0)
-        return np.concatenate([[0.0], reached.cumsum()]) + len(ratios)
 
 
 class DraftLengthPolicy:
@@ -189,6 +81,7 @@ class DraftLengthPolicy:
         self._runs: Counter = Counter()
         # By (batch size, speculation): seconds of all rounds at its last measurement.
         self._measured: dict[tuple[int, Speculation], float] = {}
+        self._alone = DraftingAlone()
         # The shortest of the recent measurements.
         self._least: dict[tuple[int, Speculation], float] = {}
 
@@ -221,23 +114,19 @@ class DraftLengthPolicy:
         acceptance, record = acceptances.setdefault(drafter, Acceptance()), self.drafters[drafter]
         for count in yielded:
             acceptance.observe(record.usual[count - 1], count < block_size)
-            gain = self.odds_ratio(drafter, acceptances) - record.best_ratio
-            record.best_ratio += (RISE if gain > 0 else FALL) * gain
+            record.follow(odds_ratio(drafter, acceptances))
         record.observe(yielded, block_size)
 
-    def odds_ratio(self, drafter: int, acceptances: Mapping[int, Acceptance]) -> float:
-        """The odds that a sequence accepts a draft of a drafter over the odds of all requests.
+    def is_measured(self, batch_size: int, speculation: Speculation, runs: int = MEASURED_RUNS) -> bool:
+        """Whether the cost of a round was measured in at least ``runs`` runs."""
+        return self._runs[batch_size, speculation] >= runs
 
-        A text that is easy or hard for one drafter is so for others: their rounds count, too.
-        """
-        usual = rejected = PRIOR_REJECTIONS
-        for other, seen in acceptances.items():
-            weight = 1.0 if other == drafter else OTHERS_WEIGHT
-            usual, rejected = usual + weight * seen.usual, rejected + weight * seen.rejected
-        return usual / rejected
+    def least_cost(self, batch_size: int, speculation: Speculation) -> float | None:
+        """The shortest of the recent measurements of a round, in seconds; None where there is none."""
+        return self._least.get((batch_size, speculation))
 
     def cost(self, batch_size: int, speculation: Speculation) -> float | None:
-        """Seconds of a round: measured, or predicted from the measured round of the nearest predicted cost.
+        """Seconds of a round: measured, or predicted from one that differs in contexts or, if none, in cost the least.
 
         Returns:
             None where no round was measured.
@@ -247,7 +136,9 @@ class DraftLengthPolicy:
             return self.seconds.get(key)
         # Other threads read costs, too.
         ratios = {known: self._predict(*key) / self._predict(*known) for known in tuple(self.seconds)}
-        nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
+        nearest = batch_size, speculation.with_all
+        if nearest not in ratios:
+            nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
         return ratios[nearest] * self.seconds[nearest]
 
     def estimate(self, batch_size: int, speculation: Speculation) -> float:
@@ -275,7 +166,7 @@ class DraftLengthPolicy:
 
     def favoured_draft(self, batch_size: int) -> Speculation:
         """The drafting round with the most expected tokens per second; a plain one where none is compiled."""
-        costs = self._costs(batch_size, [each for each in self.speculations if each.block_size > 1])
+        costs = self._costs(batch_size, [s for s in self.speculations if s.block_size > 1 and not s.is_alone])
 
         def speed(speculation: Speculation) -> float:
             return self._tokens(speculation) / costs[speculation]
@@ -298,6 +189,24 @@ class DraftLengthPolicy:
             f"a round of {speculation.block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
             f"and yields about {tokens:.1f} tokens"
         )
+
+    def begin_sequence(self) -> None:
+        """Chooses the contexts of the next sequence."""
+        self._alone.begin_sequence(self._spent)
+
+    def _drafts_alone(self, rounds: "_Rounds") -> int | None:
+        """The drafter whose context is the only one; None where those of all are kept."""
+        kept = [each for each in rounds.compiled if not each.is_alone and each != NO_DRAFTER]
+        alone = [each for each in rounds.compiled if each.is_alone]
+        ratios: dict[int, float] = {}
+        if kept and alone:
+            best = max(map(rounds.speed, kept))
+            rivals = {each.drafter for each in kept if each.block_size > 1 and rounds.optimistic(each) > best}
+            if all(record.rounds >= KNOWN_ROUNDS for drafter, record in self.drafters.items() if drafter in rivals):
+                for drafter in self.drafters:
+                    speeds = [rounds.speed(each) for each in alone if each.drafter == drafter]
+                    ratios |= {drafter: max(speeds) / best} if speeds else {}
+        return self._alone.choose(ratios, {each.drafter for each in alone}, self._spent)
 
     def choose(
         self,
@@ -322,75 +231,122 @@ class DraftLengthPolicy:
             One of ``allowed``.
         """
         allowed = self.speculations if allowed is None else allowed
-        costs = self._costs(batch_size, allowed)
-        plain = [each for each in allowed if each.block_size == 1]
-        drafting = [each for each in allowed if each.block_size > 1]
+        rounds = _Rounds(self, batch_size, acceptances, allowed, is_compiled)
+        is_patient = self._spent - self._explored > patience
+        # Seconds of the measurement of acceptance; before it, negative.
+        probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
+        drafter = self._drafts_alone(rounds)
+        is_alone = drafter is not None and probing < 0
+        choices = [each for each in allowed if each == NO_DRAFTER or each.is_alone == is_alone] or allowed
+        if drafter is not None and probing < PROBE_CONTEXT_S:
+            # While the contexts of the others become longer, their drafts are not tried.
+            choices = [s for s in choices if s.drafter == drafter or (s.block_size == 1 and not s.is_alone)]
+        plain = [each for each in choices if each.block_size == 1]
+        drafting = [each for each in choices if each.block_size > 1]
         if not drafting:
             return plain[0]
-        is_patient = self._spent - self._explored > patience
-        ratios = {drafter: [self.odds_ratio(drafter, each) for each in acceptances] for drafter in self.drafters}
-        expected = {
-            least: {drafter: self.drafters[drafter].expected_tokens(ratios[drafter], least) for drafter in ratios}
-            for least in (0.0, OPTIMISTIC_RATE)
-        }
 
-        def compiled(speculation: Speculation) -> bool:
-            return is_compiled(batch_size, speculation)
-
-        def is_measured(speculation: Speculation) -> bool:
-            return self._runs[batch_size, speculation] >= MEASURED_RUNS
-
-        def tokens(speculation: Speculation, least: float = 0.0) -> float:
-            """Expected tokens of all sequences per round; ``least``: as in `DrafterRecord.expected_tokens`."""
-            if speculation.drafter is None or speculation.block_size == 1:
-                return float(len(acceptances))
-            return float(expected[least][speculation.drafter][speculation.block_size - 1])
-
-        def speed(speculation: Speculation) -> float:
-            """Expected tokens per second."""
-            return tokens(speculation) / costs[speculation]
-
-        def optimistic(speculation: Speculation) -> float:
-            """`speed` with a good drafter and in a good moment, or of plain decoding with half the cost.
-
-            Predictions may be too high.
-            """
-            cost = self._least.get((batch_size, speculation), costs[speculation])
-            result = (
-                2 * speed(speculation) if speculation.block_size == 1 else tokens(speculation, OPTIMISTIC_RATE) / cost
-            )
-            return result if is_measured(speculation) else PREDICTION_ERROR * result
-
-        # Plain decoding that keeps up the drafters' contexts, so that drafting can resume, or that which is compiled.
-        plain_candidate = plain and max(plain, key=lambda each: (compiled(each) or is_patient, each != NO_DRAFTER))
+        # Plain decoding that keeps up contexts, so that drafting can resume, or that which is compiled.
+        plain_candidate = plain and max(plain, key=lambda s: (s in rounds.compiled or is_patient, s != NO_DRAFTER))
         candidates = [plain_candidate, *drafting] if plain else drafting
-        ready = [each for each in candidates if compiled(each)]
-        best = max(ready or candidates, key=speed)
+        ready = [each for each in candidates if each in rounds.compiled]
+        best = max(ready or candidates, key=rounds.speed)
         self._tried[best] = self._spent
+        # What the other contexts cost is measured in rounds that differ in nothing else.
+        twin = best.with_all
+        candidates = [*candidates, *([twin] if is_alone and twin in allowed else [])]
 
         def idle_s(speculation: Speculation) -> float:
             return self._spent - self._tried.get(speculation, 0.0)
 
-        others = [s for s in candidates if s != best and (optimistic(s) > speed(best) or idle_s(s) > RETRY_S)]
-        unmeasured = [each for each in others if compiled(each) and not is_measured(each)]
-        if unmeasured and any(is_measured(each) for each in (plain if best.block_size == 1 else [best])):
-            return max(unmeasured, key=optimistic)
-        if best.block_size == 1 and NO_DRAFTER in allowed and self._cannot_pay(costs):
-            probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
+        def is_measured(speculation: Speculation) -> bool:
+            return rounds.is_measured(speculation, COMPARED_RUNS if speculation == twin else MEASURED_RUNS)
+
+        others = [s for s in candidates if s != best]
+        others = [s for s in others if rounds.optimistic(s) > rounds.speed(best) or idle_s(s) > RETRY_S]
+        unmeasured = [each for each in others if each in rounds.compiled and not is_measured(each)]
+        if unmeasured and any(map(rounds.is_measured, plain if best.block_size == 1 else [best])):
+            return max(unmeasured, key=rounds.optimistic)
+        if best.block_size == 1 and NO_DRAFTER in allowed and self._cannot_pay(rounds.costs):
             if probing < 0:
                 return NO_DRAFTER
-            return plain[-1] if probing < PROBE_CONTEXT_S else max(drafting, key=optimistic)
-        share = TRIAL_SHARE / max(len(others), 1)
-        trials = [
-            each
-            for each in others
-            if (compiled(each) and share * idle_s(each) > max(TRIAL_ROUNDS * costs[each], TRIAL_S))
-            or (not compiled(each) and is_patient)
-        ]
+            return plain[-1] if probing < PROBE_CONTEXT_S else max(drafting, key=rounds.optimistic)
+
+        def is_due(speculation: Speculation) -> bool:
+            if speculation not in rounds.compiled:
+                return is_patient
+            idle, share, drafter = idle_s(speculation), TRIAL_SHARE / len(others), speculation.drafter
+            if speculation == twin:
+                share = TRIAL_SHARE
+            elif drafter in self.drafters and drafter != best.drafter and self.drafters[drafter].rounds < KNOWN_ROUNDS:
+                idle, share = min(idle_s(each) for each in others if each.drafter == drafter), LEARNING_SHARE
+            return share * idle > max(TRIAL_ROUNDS * rounds.costs[speculation], TRIAL_S)
+
+        trials = [each for each in others if is_due(each)]
         if not trials:
             return best
-        choice = max(trials, key=optimistic)
+        choice = max(trials, key=rounds.optimistic)
         self._tried[choice] = self._spent
-        if not compiled(choice):
+        if choice not in rounds.compiled:
             self._explored = self._spent
         return choice
+
+
+class _Rounds:
+    """What rounds of a batch are expected to yield.
+
+    Args:
+        policy: The policy.
+        batch_size: Compiled batch size.
+        acceptances: Those of the sequences of the batch.
+        allowed: The kinds of rounds.
+        is_compiled: Whether (batch size, speculation) is compiled.
+
+    Attributes:
+        costs: Seconds of a round, as `DraftLengthPolicy.estimate` gives them.
+        compiled: Those of ``allowed`` that are compiled, in their order.
+    """
+
+    def __init__(
+        self,
+        policy: DraftLengthPolicy,
+        batch_size: int,
+        acceptances: Sequence[Mapping[int, Acceptance]],
+        allowed: Sequence[Speculation],
+        is_compiled: Callable[[int, Speculation], bool],
+    ):
+        self._policy, self._batch_size, self._count = policy, batch_size, len(acceptances)
+        self.costs = {each: policy.estimate(batch_size, each) for each in allowed}
+        self.compiled = [each for each in allowed if is_compiled(batch_size, each)]
+        ratios = {drafter: [odds_ratio(drafter, each) for each in acceptances] for drafter in policy.drafters}
+        # By the least acceptance of a draft, and by drafter.
+        self._expected = {
+            least: {drafter: policy.drafters[drafter].expected_tokens(ratios[drafter], least) for drafter in ratios}
+            for least in (0.0, OPTIMISTIC_RATE)
+        }
+
+    def is_measured(self, speculation: Speculation, runs: int = MEASURED_RUNS) -> bool:
+        """As `DraftLengthPolicy.is_measured`."""
+        return self._policy.is_measured(self._batch_size, speculation, runs)
+
+    def _tokens(self, speculation: Speculation, least: float = 0.0) -> float:
+        """Expected tokens of all sequences per round; ``least``: as in `DrafterRecord.expected_tokens`."""
+        if speculation.drafter is None or speculation.block_size == 1:
+            return float(self._count)
+        return float(self._expected[least][speculation.drafter][speculation.block_size - 1])
+
+    def speed(self, speculation: Speculation) -> float:
+        """Expected tokens per second."""
+        return self._tokens(speculation) / self.costs[speculation]
+
+    def optimistic(self, speculation: Speculation) -> float:
+        """`speed` with a good drafter and in a good moment, or of plain decoding with half the cost.
+
+        Predictions may be too high.
+        """
+        if speculation.block_size == 1:
+            result = 2 * self.speed(speculation)
+        else:
+            cost = self._policy.least_cost(self._batch_size, speculation) or self.costs[speculation]
+            result = self._tokens(speculation, OPTIMISTIC_RATE) / cost
+        return result if self.is_measured(speculation) else PREDICTION_ERROR * result

@@ -72,7 +72,8 @@ def deferred_bytes(programs: Executables, batch: int, settings: Settings, config
     """Bytes of the `deferred_features` of a dispatch of ``batch`` sequences, of the speculation that keeps the most."""
     target, drafter = programs.pair
     rounds = [round_settings(settings, speculation) for speculation in config.speculations]
-    kept = [deferred_features(target, proposing(drafter, r.drafter), batch, r.block_size) for r in rounds]
+    drafters = [proposing(drafter, r.drafter, r.is_alone) for r in rounds]
+    kept = [deferred_features(target, d, batch, r.block_size) for d, r in zip(drafters, rounds, strict=True)]
     return max((math.prod(each.shape) * each.dtype.itemsize for each in kept if each is not None), default=0)
 
 

@@ -136,7 +136,7 @@ class ModelRunner:
             speculations: What rounds are compiled for.
         """
         batch_sizes, kind = (self.masked_batch_sizes(), "masked") if masked else (self.batch_sizes(), "decode")
-        sizes = {n: [each for each in speculations if self.can_run(kind, n, each)] for n in batch_sizes}
+        sizes = {n: [s for s in speculations if s.may_run(n) and self.can_run(kind, n, s)] for n in batch_sizes}
         return {n: allowed for n, allowed in sizes.items() if allowed}
 
     def first_slots(self, count: int) -> tuple[int, ...]:

@@ -90,11 +90,12 @@ class RoundCosts:
         verification = self._pass(self._target, self._target_layers, batch_size * speculation.block_size)
         if speculation.drafter is None:
             return verification
+        contexts = [self._contexts[speculation.drafter]] if speculation.is_alone else self._contexts
         if speculation.block_size == 1:
-            return verification + sum(self._contexts) / EXTENSION_SIZE
+            return verification + sum(contexts) / EXTENSION_SIZE
         weights, config = self._weights[speculation.drafter], self._configs[speculation.drafter]
         passes, tokens = config.passes(speculation.block_size)
         draft = self._pass(weights, len(config.layers), batch_size * tokens, self._heads[speculation.drafter])
         # Its own extension reads a part of its weights again, which is left out; of the others as if all were accepted.
-        others = sum(self._contexts) - self._contexts[speculation.drafter]
+        others = sum(contexts) - self._contexts[speculation.drafter]
         return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)

@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from dflash_jax.engine.acceptance import Acceptances
 from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, Speculation
 from dflash_jax.engine.dispatch import Dispatch
-from dflash_jax.engine.draft_length import Acceptances, DraftLengthPolicy
+from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 
@@ -45,6 +46,7 @@ class DecodeScheduler:
         """Starts decoding a request whose prompt is in the caches."""
         self.requests.append(request)
         self._acceptances[request] = {}
+        self._policy.begin_sequence()
 
     def remove(self, request: Request) -> None:
         """Ends decoding a request."""
@@ -131,7 +133,7 @@ class DecodeScheduler:
         choices = large if minimum > 1 else allowed
         if len(fixed) == len(batch):
             # The smallest of each drafter.
-            choices = list({each.drafter: each for each in reversed(large)}.values())
+            choices = list({(each.drafter, each.is_alone): each for each in reversed(large)}.values())
         if len(choices) == 1:
             return choices[0]
         acceptances = [self._acceptances[r] for r in batch]

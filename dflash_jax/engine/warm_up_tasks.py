@@ -72,7 +72,7 @@ class Tasks:
         self._engine, self._runner, self._config = engine, engine.runner, engine.config
         self.has_drafter = self._runner.programs.pair[1] is not None
         self.decode_programs = [
-            (n, speculation) for n in self._runner.batch_sizes() for speculation in self._config.speculations
+            (n, each) for n in self._runner.batch_sizes() for each in self._config.speculations if each.may_run(n)
         ]
         self._filler = Request([1] * min(4, self._runner.capacity - 1), FILLER)
         self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
@@ -120,7 +120,7 @@ class Tasks:
             yield self._masked(masked_sizes[-1], Speculation(1))
         # Everything else makes rounds shorter.
         for batch, speculation in self.decode_programs:
-            if batch == 1:
+            if batch == 1 and not speculation.is_alone:
                 yield self._decode(batch, speculation)
         for size in sizes:
             for drafting in kinds:

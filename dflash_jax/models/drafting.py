@@ -231,14 +231,15 @@ class Drafters:
     proposing: int = field(default=0, metadata={"static": True})
     extending: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
-    def _is_extending(self, index: int) -> bool:
-        return self.extending is None or index in self.extending
+    @property
+    def extended(self) -> tuple[int, ...]:
+        """Indices of the drafters whose contexts `extend` extends."""
+        return tuple(range(len(self.drafters))) if self.extending is None else self.extending
 
     @property
     def taps(self) -> tuple[int, ...]:
         """As `Drafting.taps`: those of all drafters whose contexts are extended, each once."""
-        taps = [drafter.taps for i, drafter in enumerate(self.drafters) if self._is_extending(i)]
-        return tuple(sorted({tap for each in taps for tap in each}))
+        return tuple(sorted({tap for i in self.extended for tap in self.drafters[i].taps}))
 
     def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW) -> DraftCache:
         """As `Drafting.init_cache`: a cache for each drafter."""
@@ -252,7 +253,7 @@ class Drafters:
         """As `Drafting.extend`: the caches of all drafters that are `extending` get the tokens."""
         return tuple(
             drafter.extend(part, replace(new, features=features_of(drafter.taps, new.features, self.taps)))
-            if self._is_extending(i)
+            if i in self.extended
             else part
             for i, (drafter, part) in enumerate(zip(self.drafters, cache, strict=True))
         )
@@ -287,8 +288,8 @@ def contexts_by_need(drafter: Drafting | None) -> tuple[Drafting | None, Draftin
     """``drafter`` with the context that its next proposal reads, and with the others, each None where there is none."""
     if not isinstance(drafter, Drafters):
         return drafter, None
-    others = tuple(i for i in range(len(drafter.drafters)) if i != drafter.proposing)
-    return replace(drafter, extending=(drafter.proposing,)), replace(drafter, extending=others)
+    others = tuple(i for i in drafter.extended if i != drafter.proposing)
+    return replace(drafter, extending=(drafter.proposing,)), replace(drafter, extending=others) if others else None
 
 
 def together(drafters: Sequence[Drafting]) -> Drafting | None:
@@ -296,8 +297,29 @@ def together(drafters: Sequence[Drafting]) -> Drafting | None:
     return Drafters(tuple(drafters)) if len(drafters) > 1 else next(iter(drafters), None)
 
 
-def proposing(drafter: Drafting | None, index: int | None) -> Drafting | None:
-    """``drafter`` with the drafter ``index`` of several as the one that proposes; None where ``index`` is None."""
+def proposing(drafter: Drafting | None, index: int | None, is_alone: bool = False) -> Drafting | None:
+    """``drafter`` with one of several as the one that proposes.
+
+    Args:
+        drafter: The drafter, or several of them as one.
+        index: Which of them proposes; None for none.
+        is_alone: Whether its context is the only one that is extended.
+
+    Returns:
+        None where ``index`` is None.
+    """
     if index is None or not isinstance(drafter, Drafters):
         return None if index is None else drafter
-    return replace(drafter, proposing=index)
+    return replace(drafter, proposing=index, extending=(index,) if is_alone else None)
+
+
+def proposer(drafter: Drafting) -> int:
+    """The index of the one that proposes: 0 where there are not several."""
+    return drafter.proposing if isinstance(drafter, Drafters) else 0
+
+
+def extended_contexts(drafter: Drafting | None) -> tuple[int, ...]:
+    """The indices of the drafters whose contexts ``drafter`` extends."""
+    if isinstance(drafter, Drafters):
+        return drafter.extended
+    return () if drafter is None else (0,)

@@ -3,11 +3,11 @@
     python scripts/bench/drafters.py [--at-once 1] [--turns 10] [--contenders "both auto" "mtp 2" …] [--json FILE]
 
 A contender has the drafters "both", "mtp" or "dflash", and "auto", a block size, or with both drafters one kind of
-round alone: "both 2:1" are blocks of 2 that the head drafts, "both 4" those of 4 that the DFlash drafter drafts.
-"plain" has no drafter. Each has an engine of its own, so that "auto" learns from its own rounds only; those of "auto"
-are warmed up. Each turn runs every contender once, in alternating order: the machine's speed changes over minutes by
-more than contenders differ, and a ratio within a turn is free of that. Prompts are held out of all training; float32,
-without a prefix cache.
+round: "both 2:1" are blocks of 2 that the head drafts, "both 4" those of 4 that the DFlash drafter drafts, and "both
+2:1 alone" blocks of 2 by the head without the context of the DFlash drafter. "plain" has no drafter. Each has an engine
+of its own, so that "auto" learns from its own rounds only; those of "auto" are warmed up. Each turn runs every
+contender once, in alternating order: the machine's speed changes over minutes by more than contenders differ, and a
+ratio within a turn is free of that. Prompts are held out of all training; float32, without a prefix cache.
 """
 
 import argparse
@@ -45,11 +45,13 @@ class Contender:
     def __init__(self, name: str, at_once: int):
         self.name, self._at_once = name, at_once
         drafters, _, rounds = name.partition(" ")
+        rounds, _, alone = rounds.partition(" ")
         size, _, drafter = rounds.partition(":")
         self._llm = LLM(TINY / "target", draft=DRAFTERS[drafters], prefix_bytes=0, dtype="float32", slots=at_once)
         self._block_size: BlockSize = "auto" if rounds == "auto" else int(size or 1)
         # With both drafters a block size leaves the choice of the drafter to the engine.
-        self._only = Speculation(int(size), int(drafter or 0)) if drafters == "both" and rounds != "auto" else None
+        is_one = drafters == "both" and rounds != "auto"
+        self._only = Speculation(int(size), int(drafter or 0), alone == "alone") if is_one else None
         self._rounds: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.turns: list[dict] = []

@@ -177,7 +177,7 @@ class MockRunner:
 
     def decode_sizes(self, masked, rounds):
         kind = "masked" if masked else "decode"
-        sizes = {n: [spec for spec in rounds if self.can_run(kind, n, spec)] for n in BATCH_SIZES}
+        sizes = {n: [spec for spec in rounds if spec.may_run(n) and self.can_run(kind, n, spec)] for n in BATCH_SIZES}
         return {n: allowed for n, allowed in sizes.items() if allowed}
 
     def is_compiled(self, batch_size, spec):

@@ -7,8 +7,9 @@ from statistics import median
 
 import pytest
 
+from dflash_jax.engine.acceptance import Acceptance, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
-from dflash_jax.engine.draft_length import Acceptance, DrafterRecord, DraftLengthPolicy
+from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.models.families.dflash import equal_rates
 
 PLAIN, EIGHT, SIXTEEN = Speculation(1), Speculation(8), Speculation(16)
@@ -44,7 +45,7 @@ def simulate(costs: dict[Speculation, float], rate, batch_size: int, seconds: fl
             for a in acceptances:
                 n = yielded(rng, rate(now, spec.drafter), spec.block_size)
                 tokens += n
-                policy.observe_rounds(a, [n], *spec)
+                policy.observe_rounds(a, [n], spec.block_size, spec.drafter)
         took = rounds * costs[spec] * rng.uniform(0.9, 1.1)
         policy.observe_seconds(batch_size, spec, took / rounds, rounds)
         now += took
@@ -169,9 +170,9 @@ def test_choices_are_among_those_allowed():
 def test_recent_acceptance_counts_most():
     policy, acceptances = DraftLengthPolicy(ROUNDS, rates={0: record(0.7)}), {}
     policy.observe_rounds(acceptances, [8] * 50, 8, 0)
-    assert policy.odds_ratio(0, acceptances) > 2
+    assert odds_ratio(0, acceptances) > 2
     policy.observe_rounds(acceptances, [1] * 40, 8, 0)
-    assert policy.odds_ratio(0, acceptances) < 0.75
+    assert odds_ratio(0, acceptances) < 0.75
 
 
 @pytest.mark.parametrize("patience", [2.0, 20.0])
@@ -188,7 +189,7 @@ def test_a_block_size_that_is_not_compiled_is_found_in_time(patience):
         block_size = policy.choose(1, acceptances, None, lambda n, b: b in compiled, patience)
         compiled.add(block_size)
         n = yielded(rng, 0.9, block_size.block_size)
-        policy.observe_rounds(acceptances[0], [n], *block_size)
+        policy.observe_rounds(acceptances[0], [n], block_size.block_size, 0)
         policy.observe_seconds(1, block_size, costs[block_size])
         now += costs[block_size]
         spent[block_size] += costs[block_size]
@@ -207,7 +208,7 @@ def test_a_cost_that_was_measured_in_a_bad_moment_is_measured_again():
         used.append(block_size)
         rounds = max(1, int(0.02 / costs[block_size]))
         for _ in range(rounds):
-            policy.observe_rounds(acceptances[0], [yielded(rng, 0.9, block_size.block_size)], *block_size)
+            policy.observe_rounds(acceptances[0], [yielded(rng, 0.9, block_size.block_size)], block_size.block_size, 0)
         policy.observe_seconds(1, block_size, costs[block_size], rounds)
         now += rounds * costs[block_size]
     assert used[:100].count(SIXTEEN) == 0
@@ -215,45 +216,103 @@ def test_a_cost_that_was_measured_in_a_bad_moment_is_measured_again():
 
 
 # A DFlash drafter, whose long drafts cost little, and a head, of which each draft is a step.
-BOTH = ACCELERATOR | {Speculation(b, 1): 0.002 + 0.0002 * b for b in (2, 4, 6, 8)}
-BOTH = {spec: BOTH[spec] for spec in speculations_of((8, 16), (2, 4, 6, 8))}
+ONE_EACH = ACCELERATOR | {Speculation(b, 1): 0.002 + 0.0002 * b for b in (2, 4, 6, 8)}
+
+
+def both(context: float) -> dict[Speculation, float]:
+    """Costs with both drafters, where the context of the other one takes the share ``context`` of a round."""
+    costs = {}
+    for spec in speculations_of((8, 16), (2, 4, 6, 8)):
+        one = ONE_EACH[PLAIN if spec == Speculation(1, 1, True) else spec._replace(is_alone=False)]
+        costs[spec] = one if spec.is_alone or spec == NO_DRAFTER else one * (1 + context)
+    return costs
 
 
 def only(drafter: int) -> dict[Speculation, float]:
-    return {spec: seconds for spec, seconds in BOTH.items() if spec.block_size == 1 or spec.drafter == drafter}
+    return {spec: seconds for spec, seconds in ONE_EACH.items() if spec.block_size == 1 or spec.drafter == drafter}
+
+
+def answers(costs, texts, count: int, **options):
+    """(tokens per second, seconds at each spec) of ``count`` answers of 300 tokens, one after the other.
+
+    ``texts``: the rates of acceptance with both drafters in each kind of text, which take turns.
+    """
+    policy, rng, now, tokens = DraftLengthPolicy(tuple(costs), **options), random.Random(0), 0.0, 0
+    spent = dict.fromkeys(costs, 0.0)
+    for answer in range(count):
+        policy.begin_sequence()
+        rates, acceptances, end = texts[answer % len(texts)], [{}], tokens + 300
+        while tokens < end:
+            spec = policy.choose(1, acceptances)
+            rounds = max(1, int(0.02 / costs[spec]))
+            for _ in range(rounds):
+                n = yielded(rng, rates[spec.drafter or 0], spec.block_size)
+                policy.observe_rounds(acceptances[0], [n], spec.block_size, spec.drafter)
+                tokens += n
+            took = rounds * costs[spec] * rng.uniform(0.95, 1.05)
+            policy.observe_seconds(1, spec, took / rounds, rounds)
+            now += took
+            spent[spec] += took
+    return tokens / now, spent
+
+
+def alone_share(spent, drafter: int) -> float:
+    return sum(s for spec, s in spent.items() if spec.is_alone and spec.drafter == drafter) / sum(spent.values())
 
 
 @pytest.mark.parametrize("rates", [(0.9, 0.6), (0.6, 0.95), (0.8, 0.8), (0.3, 0.3)])
 @pytest.mark.parametrize("known", [{}, {0: 0.9, 1: 0.5}, {0: 0.5, 1: 0.9}], ids=["none", "first", "second"])
 def test_two_drafters_are_as_fast_as_the_better_of_both(rates, known):
-    """Whatever is on record."""
-    on_record = {drafter: record(rate) for drafter, rate in known.items()}
+    """Whatever is on record; also where contexts take time, which is then saved."""
+    on_record = {"rates": {drafter: record(rate) for drafter, rate in known.items()}}
+    best = max(answers(only(drafter), [rates], 100, **on_record)[0] for drafter in (0, 1))
+    for context in (0.0, 0.08):
+        assert answers(both(context), [rates], 100, **on_record)[0] > 0.95 * best
 
-    def tokens_per_s(costs) -> float:
-        return simulate(costs, lambda now, drafter: rates[drafter or 0], 1, 15.0, rates=on_record)[0]
 
-    assert tokens_per_s(BOTH) > 0.95 * max(tokens_per_s(only(0)), tokens_per_s(only(1)))
+def test_a_drafter_drafts_alone_where_the_other_one_does_not_pay_for_its_context():
+    for rates, better in (((0.9, 0.6), 0), ((0.6, 0.95), 1)):
+        found, spent = answers(both(0.08), [rates], 200)
+        assert alone_share(spent, better) > 0.8
+        kept = {spec: seconds for spec, seconds in both(0.08).items() if not spec.is_alone}
+        assert found > 1.05 * answers(kept, [rates], 200)[0]
+
+
+def test_a_drafter_that_was_left_out_comes_back_where_it_becomes_the_better_one():
+    before, after = (0.9, 0.6), (0.4, 0.9)
+    _, spent = answers(both(0.08), [before] * 200 + [after] * 800, 1000)
+    _, since = answers(both(0.08), [before] * 200, 200)
+    seconds = sum(spent.values()) - sum(since.values())
+    assert alone_share(since, 0) > 0.8
+    assert sum(spent[spec] - since[spec] for spec in spent if spec.drafter == 1) > 0.6 * seconds
 
 
 def test_each_text_gets_the_drafter_that_drafts_it_better():
-    """Answers of 300 tokens, one after the other: of two kinds, of which each is easy for one drafter."""
+    """Of two kinds of text, each is easy for one drafter: neither drafts alone, though contexts take time."""
+    texts = [(0.9, 0.6), (0.6, 0.95)]
+    best = max(answers(only(drafter), texts, 60)[0] for drafter in (0, 1))
+    assert answers(both(0.0), texts, 60)[0] > 1.1 * best
+    found, spent = answers(both(0.01), texts, 60)
+    assert found > 1.1 * best
+    assert alone_share(spent, 0) + alone_share(spent, 1) < 0.3
 
-    def tokens_per_s(costs) -> float:
-        policy, rng, now, tokens = DraftLengthPolicy(tuple(costs)), random.Random(0), 0.0, 0
-        for answer in range(60):
-            rates, acceptances, end = ((0.9, 0.6), (0.6, 0.95))[answer % 2], [{}], tokens + 300
-            while tokens < end:
-                spec = policy.choose(1, acceptances)
-                rounds = max(1, int(0.02 / costs[spec]))
-                for _ in range(rounds):
-                    n = yielded(rng, rates[spec.drafter or 0], spec.block_size)
-                    policy.observe_rounds(acceptances[0], [n], *spec)
-                    tokens += n
-                policy.observe_seconds(1, spec, costs[spec], rounds)
-                now += rounds * costs[spec]
-        return tokens / now
 
-    assert tokens_per_s(BOTH) > 1.1 * max(tokens_per_s(only(0)), tokens_per_s(only(1)))
+def test_drafters_alone_are_tried_in_whole_sequences():
+    """The context of the other one would begin anew within the sequence."""
+    policy, costs = DraftLengthPolicy(tuple(both(0.0))), both(0.0)
+    mixed = alone = 0
+    # Before the first probe, in which all contexts are kept up.
+    for _ in range(120):
+        policy.begin_sequence()
+        acceptances, specs = [{}], []
+        for _ in range(8):
+            specs.append(policy.choose(1, acceptances))
+            policy.observe_rounds(acceptances[0], [2] * 5, specs[-1].block_size, specs[-1].drafter)
+            policy.observe_seconds(1, specs[-1], costs[specs[-1]], 5)
+        drafts = [spec.is_alone for spec in specs if spec.block_size > 1]
+        alone, mixed = alone + all(drafts), mixed + (any(drafts) and not drafts[0])
+    assert alone > 0
+    assert mixed == 0
 
 
 # Drafts further ahead are accepted less.
@@ -298,7 +357,7 @@ def test_odds_by_place_and_odds_ratios_follow_the_rounds():
         for ratio, measured in ratios.items():
             rates, acceptances = [ratio * odds / (1 + ratio * odds) for odds in usual], {}
             policy.observe_rounds(acceptances, [yielded(rng, rates, 4) for _ in range(60)], 4, 0)
-            measured.append(policy.odds_ratio(0, acceptances))
+            measured.append(odds_ratio(0, acceptances))
     # Of the last 500 rounds the mean has a standard deviation of 12 %.
     assert policy.drafters[0].odds == pytest.approx(usual, rel=0.4)
     hard, middle, easy = (median(ratios[each]) for each in ratios)
@@ -319,18 +378,17 @@ def test_one_lucky_draft_of_a_useless_drafter_says_little_of_another():
     policy, acceptances = DraftLengthPolicy(speculations_of((8,), (8,))), {}
     policy.observe_rounds({}, [1] * 1000, 8, 0)
     policy.observe_rounds(acceptances, [2], 8, 0)
-    assert policy.odds_ratio(1, acceptances) < 2
+    assert odds_ratio(1, acceptances) < 2
 
 
 def test_rounds_with_one_drafter_say_a_little_of_another_one():
     """Beside what is usual for each drafter."""
-    policy = DraftLengthPolicy(speculations_of((8,), (8,)), rates={0: record(0.8), 1: record(0.6)})
     hard, easy = {0: Acceptance(1.0, 10.0)}, {0: Acceptance(50.0, 1.0)}
-    assert policy.odds_ratio(1, {}) == 1
-    assert policy.odds_ratio(0, hard) < policy.odds_ratio(1, hard) < 1
-    assert 1 < policy.odds_ratio(1, easy) < policy.odds_ratio(0, easy)
+    assert odds_ratio(1, {}) == 1
+    assert odds_ratio(0, hard) < odds_ratio(1, hard) < 1
+    assert 1 < odds_ratio(1, easy) < odds_ratio(0, easy)
     # Rounds as on the average text change nothing.
-    assert policy.odds_ratio(1, {0: Acceptance(4.0, 4.0)}) == 1
+    assert odds_ratio(1, {0: Acceptance(4.0, 4.0)}) == 1
 
 
 def test_what_was_measured_in_a_bad_moment_is_tried_again_soon():

@@ -54,6 +54,6 @@ def test_a_prompt_from_the_prefix_cache_has_the_context_of_one_pass(case, monkey
             engine.step()
         state = jax.device_get(engine.runner.state)
         assert rows_with_context(state) == [0]
-        assert state.draft_start[0] == 0
+        assert state.draft_start.tolist() == [[0]]
         assert_context(target, head, state, [0])
     assert engine.statistics.cached_tokens == 2 * len(part)

@@ -18,12 +18,13 @@ from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.state import Settings, map_caches
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, speculations_of
-from dflash_jax.engine.dispatch import round_settings
+from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, Speculation, speculations_of
+from dflash_jax.engine.dispatch import Dispatch, round_settings
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.warm_up_tasks import AllAllowed
 from dflash_jax.models.drafter import DraftVocabulary
 from dflash_jax.models.drafting import proposing, together
 from dflash_jax.ops import cache
@@ -32,10 +33,16 @@ from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine import mock_runner
 from tests.engine.load import CAPACITY, MARKER, alone, engine_for, some_requests, under_load
-from tests.mtp_context import assert_contexts, rows_with_context
+from tests.mtp_context import assert_contexts
 from tests.tiny import VOCAB
 
 SPECULATIONS = speculations_of((8,), (4,))
+ALONE = Speculation(1, 0, is_alone=True)
+DRAFTING = [spec for spec in SPECULATIONS if spec.block_size > 1 and not spec.is_alone]
+PARAMS = SamplingParams(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0,
+    presence_penalty=0.0, seed=0, max_tokens=6,
+)  # fmt: skip
 propose = jax.jit(speculative.propose, static_argnames="settings")
 
 
@@ -61,13 +68,23 @@ def case():
 
 
 def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case, monkeypatch):
-    """Any round at any time, those without drafters too; requests are swapped to the host and back."""
+    """Any round at any time, those without one or all drafters too; requests are swapped to the host and back."""
     target, drafter, head, wanted, expected, programs = case
     monkeypatch.setattr(cache, "PAGE_SIZE", 16)
+    # Else there is one sequence at a time where a drafter is left out.
+    monkeypatch.setattr(Speculation, "may_run", lambda self, batch_size: True)
     # Requests are admitted without regard to the pages that they will need.
     monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
-    engine, rng = engine_for(programs, slots=4, speculations=SPECULATIONS, pages=(9, 9)), random.Random(0)
-    engine.policy.choose = lambda batch_size, acceptances, allowed=SPECULATIONS, *_: rng.choice(allowed)
+    engine = engine_for(programs, slots=4, speculations=SPECULATIONS, pages=(9, 9))
+    rng, used = random.Random(0), Counter()
+
+    def choose(batch_size, acceptances, allowed=SPECULATIONS, *_) -> Speculation:
+        """One that was used the least."""
+        spec = min(allowed, key=lambda each: (used[each], rng.random()))
+        used[spec] += 1
+        return spec
+
+    engine.policy.choose = choose
     under_load(engine, target, wanted, expected, 60, seed=1)
     assert {spec for _, spec in engine.statistics.dispatches} == {*SPECULATIONS}
     assert engine.statistics.cached_tokens > 0
@@ -83,13 +100,15 @@ def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case, m
     # Else it may find its pages as it left them.
     stale = map_caches(lambda each: replace(each, v=jnp.full_like(each.v, 9.0)), engine.runner.state)
     engine.runner.state = stale
+    # One dispatch without the head, whose context then begins behind it. Dispatches have two rounds.
+    rounds, engine.policy.cost = iter([ALONE]), lambda *_: 1.0
+    engine.policy.choose = lambda *_: next(rounds, SPECULATIONS[-1])
     while engine.has_work:
         engine.step()
     assert engine.statistics.preemptions > swaps
     state = jax.device_get(engine.runner.state)
-    rows = rows_with_context(state)
-    assert swapped.slot in rows
-    assert_contexts(target, (drafter, head), state, rows)
+    assert 0 == state.draft_start[swapped.slot, 0] < state.draft_start[swapped.slot, 1]
+    assert all(swapped.slot in rows for rows in assert_contexts(target, (drafter, head), state))
 
 
 @pytest.mark.parametrize("drafting", [0, 1])
@@ -98,22 +117,43 @@ def test_a_prompt_from_the_prefix_cache_has_both_contexts(case, drafting, monkey
     target, drafter, head, _, _, programs = case
     monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
     engine = engine_for(programs, slots=1, speculations=SPECULATIONS)
-    engine.policy.choose = lambda *_: next(s for s in SPECULATIONS if s.drafter == drafting and s.block_size > 1)
-    params = SamplingParams(
-        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0,
-        presence_penalty=0.0, seed=0, max_tokens=6,
-    )  # fmt: skip
+    engine.policy.choose = lambda *_: next(s for s in DRAFTING if s.drafter == drafting)
     part = [MARKER, *range(2, 20)]
     for prompt in ([*part, *part, *part], [*part, *part, *part[:9]]):
-        engine.submit(Request(prompt, params))
+        engine.submit(Request(prompt, PARAMS))
         while engine.has_work:
             engine.step()
         state = jax.device_get(engine.runner.state)
-        assert rows_with_context(state) == [0]
-        assert state.draft_start[0] == 0
-        assert_contexts(target, (drafter, head), state, [0])
+        assert state.draft_start.tolist() == [[0, 0]]
+        assert assert_contexts(target, (drafter, head), state) == [[0], [0]]
     assert engine.statistics.cached_tokens == 2 * len(part)
     assert {spec.drafter for _, spec in engine.statistics.dispatches} == {drafting}
+
+
+def test_a_drafter_reads_nothing_before_the_begin_of_its_context(case):
+    """Of each drafter, what is in its caches is spoiled; of the second, all of it is before the begin."""
+    target, drafter, head, *_ = case
+    both, settings = together([drafter, head]), Settings(block_size=8)
+    state = init_state(target, both, [[2, 3, 4, 7], [5, 6, 8]], 20, settings=settings, sampling=tiny.sampling(2))
+    state = tiny.fast.prefill(target, both, state)
+    state = replace(state, draft_start=state.draft_start.at[:, 1].set(state.num_cached))
+    spoiled = map_caches(lambda each: replace(each, v=jnp.full_like(each.v, 9.0)), state.draft)
+    for i, is_read in enumerate((True, False)):
+        other = tuple(spoiled[j] if j == i else draft for j, draft in enumerate(state.draft))
+        states = state, replace(state, draft=other)
+        drafts = [np.asarray(propose(target, proposing(both, i), each, settings)) for each in states]
+        assert (drafts[0] != drafts[1]).any() == is_read
+
+
+def test_contexts_that_a_round_with_masks_leaves_out_begin_behind_it(case, monkeypatch):
+    *_, programs = case
+    monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
+    runner = engine_for(programs, slots=1, speculations=SPECULATIONS).runner
+    for speculation, starts in ((Speculation(1), [0, 0]), (NO_DRAFTER, [4, 4])):
+        runner.admit(0, Request([2, 3, 4, 5], PARAMS))
+        runner.wait(runner.prefill([0], [3], 16))
+        runner.decode_masked(Dispatch((0,), (1,), 1, speculation, 1), AllAllowed(runner.mask_words))
+        assert runner.state.draft_start.tolist() == [starts]
 
 
 def test_each_drafter_drafts_from_its_own_shortlist(case):
@@ -130,7 +170,8 @@ def test_each_drafter_drafts_from_its_own_shortlist(case):
 def kept_bytes(programs, state, settings) -> int:
     """What the loop of a decode program carries beside the state and its count of rounds, in bytes."""
     target, drafter = programs.pair
-    decode = partial(speculative.decode, target, proposing(drafter, settings.drafter), rounds=8, settings=settings)
+    drafter = proposing(drafter, settings.drafter, settings.is_alone)
+    decode = partial(speculative.decode, target, drafter, rounds=8, settings=settings)
     loop = next(eqn for eqn in jax.make_jaxpr(decode)(state).eqns if eqn.primitive.name == "while")
     carried = Counter((v.aval.shape, v.aval.dtype) for v in loop.outvars)
     carried -= Counter([((), jnp.dtype(jnp.int32)), *((x.shape, x.dtype) for x in jax.tree.leaves(state))])
@@ -160,14 +201,14 @@ def test_a_block_size_that_is_asked_for_is_drafted_by_either():
     scheduler.add(request)
 
     def choose(batch_size, acceptances, allowed, *_):
-        asked.append({(spec.block_size, spec.drafter) for spec in allowed})
+        asked.append({str(spec) for spec in allowed})
         return allowed[0]
 
     engine.policy.choose = choose
     for block_size in (3, 4, 8):
         request.block_size = block_size
         assert scheduler.plan([request]).block_sizes == (block_size,)
-    # The smallest of each that is large enough; of one there is no choice.
-    assert asked == [{(8, 0), (4, 1)}, {(8, 0), (4, 1)}]
+    # The smallest of each that is large enough.
+    assert asked == [{"8", "4:1", "8 alone", "4:1 alone"}] * 2 + [{"8", "8 alone"}]
     request.block_size = 1
     assert scheduler.plan([request]).speculation == NO_DRAFTER

@@ -19,10 +19,11 @@ from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.server.serving import Serving
 from dflash_jax.training.corpus import standard_library
 from dflash_jax.training.evaluation import acceptance, held_out_prompts
-from tests.mtp_context import assert_contexts, rows_with_context
+from tests.mtp_context import assert_contexts
 from tests.server.conftest import SCHEMA, Running
 
 HEAD, DRAFTER = Speculation(4, 0), Speculation(4, 1)
+HEAD_ALONE, DRAFTER_ALONE = HEAD._replace(is_alone=True), DRAFTER._replace(is_alone=True)
 PARAMS = {t: SamplingParams(temperature=t, max_tokens=96, seed=1) for t in (0.0, 0.7)}
 
 
@@ -76,7 +77,7 @@ def test_the_head_drafts_unseen_text(llm, prompts, plain, rounds, temperature, f
 
 def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts, plain, rounds):
     """Contexts are compared in tests/engine/test_two_drafters.py."""
-    rounds[:] = [HEAD, DRAFTER, Speculation(1), DRAFTER]
+    rounds[:] = [HEAD, DRAFTER, HEAD_ALONE, Speculation(1), DRAFTER, DRAFTER_ALONE]
     completions = llm.generate(prompts, PARAMS[0.0], "auto")
     check_texts(llm, prompts, completions, plain[0.0], 0.0)
     assert llm.drafting_method == "NEXTN,DFLASH"
@@ -123,7 +124,7 @@ def test_masked_texts_are_plain_decodings_and_drafters_of_one_block_size_share_p
     assert (compiled["propose"], compiled["verify"], compiled["finish"]) == (3, 2, 2)
     state = jax.device_get(engine.runner.state)
     # At least the one that ended last has its pages still.
-    assert_contexts(llm.target, llm.drafters, state, rows_with_context(state))
+    assert_contexts(llm.target, llm.drafters, state)
 
 
 def test_a_servers_grammar_gives_the_plain_text_with_both(llm, rounds, monkeypatch):

@@ -303,4 +303,4 @@ def test_the_engine_on_a_mesh_under_load(layout):
     engine.policy.choose = lambda *_: speculations[-1]
     run_last(engine, wanted[:8])
     state = of_one_device(jax.device_get(engine.runner.state), layout.data)
-    assert_context(target, head, replace(state, draft=state.draft[1]), rows_with_context(state))
+    assert_context(target, head, replace(state, draft=state.draft[1]), rows_with_context(state, 1), 1)

@@ -1,0 +1,140 @@
+"""How drafts are accepted: the records from which `engine.draft_length` chooses.
+
+Drafts further ahead are accepted less, the more so where one pass drafts them all, so a drafter has a record by place
+(`DrafterRecord`): the odds o_i with which the rounds of all requests accepted draft i of a block where they accepted
+those before it. A sequence is easier or harder than these in all places alike, by the odds ratio r: it accepts draft i
+with the probability p_i,
+
+    p_i / (1 - p_i) = r o_i,    r = (usual rejections + c) / (rejections + c),
+
+where the usual rejections are those that o_i expects among as many accepted drafts, the sum of 1 / o_i over them (the
+Mantel-Haenszel estimate), recent rounds count most, and c draws r of a new sequence to 1.
+
+At first the o_i follow from the acceptance on record for the drafter.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+# Factor by which earlier rounds count less after each round, of a sequence and of all requests together.
+DECAY, OVERALL_DECAY = 0.95, 0.998
+# Rejections that the record of all requests counts for in a sequence's odds ratio.
+PRIOR_REJECTIONS = 8.0
+# Rounds that the odds at a place count for at the next one.
+PLACE_ROUNDS = 4.0
+# The least and the greatest odds at a place: one draft that is accepted against all odds must not make a text easy.
+ODDS = 0.05, 1e3
+# The rate at which drafts of a drafter without a record are accepted, and the rounds that a record counts for.
+USUAL_RATE, RECORD_ROUNDS = 0.7, 40.0
+# The best recent odds ratio at first: some texts are easier than those on record.
+EASY_RATIO = 2.0
+# What rounds with one drafter count for the rate of another one.
+OTHERS_WEIGHT = 0.25
+# How fast the best recent odds ratio follows a sequence that is better, and one that is worse.
+RISE, FALL = 0.5, 0.02
+
+
+@dataclass
+class Acceptance:
+    """Recent rejections of a sequence's drafts; older rounds count less.
+
+    Attributes:
+        usual: Rejections that are usual among as many accepted drafts.
+        rejected: Rounds that a rejected draft ended.
+    """
+
+    usual: float = 0.0
+    rejected: float = 0.0
+
+    def observe(self, usual: float, is_rejected: bool) -> None:
+        """Adds a round with ``usual`` rejections usual among its accepted drafts."""
+        self.usual = DECAY * self.usual + usual
+        self.rejected = DECAY * self.rejected + is_rejected
+
+
+# Acceptance of one sequence, by drafter.
+Acceptances = MutableMapping[int, Acceptance]
+
+
+def odds_ratio(drafter: int, acceptances: Mapping[int, Acceptance]) -> float:
+    """The odds that a sequence accepts a draft of a drafter over the odds of all requests.
+
+    A text that is easy or hard for one drafter is so for others: their rounds count, too.
+    """
+    usual = rejected = PRIOR_REJECTIONS
+    for other, seen in acceptances.items():
+        weight = 1.0 if other == drafter else OTHERS_WEIGHT
+        usual, rejected = usual + weight * seen.usual, rejected + weight * seen.rejected
+    return usual / rejected
+
+
+class DrafterRecord:
+    """How a drafter's drafts were accepted in the rounds of all requests, by their place in the block.
+
+    Args:
+        rates: Of the rounds on record, the share that accepted draft 1, draft 2, …, none greater than the one before
+            it. At places past them, drafts are accepted as often as at the last of them.
+        places: Drafts of the largest block.
+
+    Attributes:
+        odds: The odds of acceptance at each place, of drafts where those before were accepted.
+        usual: Rejections that are usual among the first n accepted drafts of a round, by n.
+        best_ratio: The best recent odds ratio of a sequence.
+        rounds: Rounds that were observed.
+    """
+
+    def __init__(self, rates: Sequence[float], places: int):
+        reached = (1.0, *rates)
+        # By place: drafts that were accepted, and rounds that a rejected draft ended.
+        self._accepted = [RECORD_ROUNDS * rate for rate in rates[:places]] + [0.0] * (places - len(rates))
+        self._rejected = [RECORD_ROUNDS * (a - b) for a, b in pairwise(reached)][:places]
+        self._rejected += [0.0] * (places - len(self._rejected))
+        self.best_ratio, self.rounds = EASY_RATIO, 0
+        self._update()
+
+    def observe(self, yielded: Sequence[int], block_size: int) -> None:
+        """Adds rounds of ``block_size`` that yielded ``yielded`` tokens."""
+        self.rounds += len(yielded)
+        decay = OVERALL_DECAY ** len(yielded)
+        self._accepted, self._rejected = [decay * a for a in self._accepted], [decay * r for r in self._rejected]
+        for count in yielded:
+            for place in range(count - 1):
+                self._accepted[place] += 1
+            if count < block_size:
+                self._rejected[count - 1] += 1
+        self._update()
+
+    def follow(self, ratio: float) -> None:
+        """Draws the best recent odds ratio to that of a sequence after a round."""
+        self.best_ratio += (RISE if ratio > self.best_ratio else FALL) * (ratio - self.best_ratio)
+
+    def _update(self) -> None:
+        least, greatest = ODDS
+        # The first place has none before it.
+        odds = self._accepted[0] / max(self._rejected[0], 1 / greatest)
+        by_place, usual = [], [0.0]
+        for accepted, rejected in zip(self._accepted, self._rejected, strict=True):
+            rate = odds / (1 + odds)
+            odds = (accepted + PLACE_ROUNDS * rate) / (rejected + PLACE_ROUNDS * (1 - rate))
+            odds = min(max(odds, least), greatest)
+            by_place.append(odds)
+            usual.append(usual[-1] + 1 / odds)
+        # Whole lists: other threads read them.
+        self.odds, self.usual = by_place, usual
+
+    def expected_tokens(self, ratios: Sequence[float], least: float = 0.0) -> np.ndarray:
+        """Expected tokens of a round.
+
+        Args:
+            ratios: The odds ratio of each sequence.
+            least: The probability with which each draft is accepted at least.
+
+        Returns:
+            float64 [places + 1]: tokens of all sequences together, with blocks of 1, 2, … up to the largest.
+        """
+        odds = np.multiply.outer(ratios, self.odds)
+        reached = np.maximum(odds / (1 + odds), least).cumprod(axis=1).sum(axis=0)
+        return np.concatenate([[0.0], reached.cumsum()]) + len(ratios)
