@@ -19,7 +19,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.sampling_state import TABLES, SamplingState
 from dflash_jax.models.cache import Cache, init_cache
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import NO_WINDOW, DraftCache, Drafting, DraftWindow, extended_contexts
+from dflash_jax.models.drafting import NO_WINDOW, DraftCache, Drafting, DraftWindow, num_drafters
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaState, KVCache
 from dflash_jax.ops.empty_cache import unwritten
@@ -126,21 +126,18 @@ class DecodeState:
         return (self.num_cached + self.rope_delta)[:, None] + jnp.arange(size)[None]
 
     def restart_draft_contexts(self, before: "DecodeState", extended: Sequence[int]) -> "DecodeState":
-        """Begins contexts of drafters at ``num_cached``: those whose caches lack the tokens since ``before``.
+        """Starts contexts of drafters at ``num_cached``: those whose caches lack the tokens since ``before``.
 
         Args:
             before: An earlier state of the same sequences.
             extended: The drafters whose caches have these tokens.
 
         Returns:
-            The state. A context begins where it did if its sequence has no such tokens.
+            The state. A context starts where it did if its sequence has no such tokens.
         """
-        left_out = [i for i in range(self.draft_start.shape[1]) if i not in extended]
-        has_moved, first = self.num_cached > before.num_cached, self.num_cached
-        starts = self.draft_start
-        for i in left_out:
-            starts = starts.at[:, i].set(jnp.where(has_moved, first, starts[:, i]))
-        return replace(self, draft_start=starts)
+        left_out = jnp.array([i not in extended for i in range(self.draft_start.shape[1])])
+        lacks = (self.num_cached > before.num_cached)[:, None] & left_out
+        return replace(self, draft_start=jnp.where(lacks, self.num_cached[:, None], self.draft_start))
 
 
 def _pooled(cache: KVCache, shards: int, pages: tuple[int, int] | None) -> KVCache:
@@ -211,7 +208,7 @@ def empty_state(
         stops=jnp.full((slots, MAX_STOPS), -1, jnp.int32),
         draft_window=jnp.full((slots,), NO_BOUND if window.size is None else window.size, jnp.int32),
         draft_sinks=jnp.full((slots,), window.sinks, jnp.int32),
-        draft_start=jnp.zeros((slots, max(1, len(extended_contexts(drafter)))), jnp.int32),
+        draft_start=jnp.zeros((slots, max(1, num_drafters(drafter))), jnp.int32),
         target=target_caches,
         draft=draft_caches,
         sampling=SamplingState.greedy(slots, vocab, target.vocab, target.backend),

@@ -13,7 +13,7 @@ Mantel-Haenszel estimate), recent rounds count most, and c draws r of a new sequ
 At first the o_i follow from the acceptance on record for the drafter.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,8 +55,16 @@ class Acceptance:
         self.rejected = DECAY * self.rejected + is_rejected
 
 
-# Acceptance of one sequence, by drafter.
-Acceptances = MutableMapping[int, Acceptance]
+class Acceptances(dict[int, Acceptance]):
+    """Acceptance of one sequence, by drafter.
+
+    Attributes:
+        alone: The drafter that drafts alone (`engine.drafting_alone`); None where the contexts of all are kept.
+        has_begun: Whether the sequence has had a dispatch, so that ``alone`` is chosen.
+    """
+
+    alone: int | None = None
+    has_begun: bool = False
 
 
 def odds_ratio(drafter: int, acceptances: Mapping[int, Acceptance]) -> float:

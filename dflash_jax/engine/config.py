@@ -36,8 +36,8 @@ class Speculation(NamedTuple):
     def may_run(self, batch_size: int) -> bool:
         """Whether there are rounds of this kind for ``batch_size`` sequences of a data shard.
 
-        Drafters draft alone for one sequence only, where a round takes the least time and another context the largest
-        share of it: these are as many programs again.
+        Drafters draft alone for one sequence only: a context takes the largest share of its rounds, and for all batch
+        sizes there would be twice as many programs.
         """
         return batch_size == 1 or not self.is_alone
 

@@ -15,9 +15,9 @@ prediction may be too high is tried at once; one that is not compiled is tried a
 waited for.
 
 Contexts cost time, too, and can be left out; they start anew where they are wanted again. Where no draft could pay off
-even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`). Of several drafters, one drafts
-alone where that is faster (`engine.drafting_alone`). At long intervals all contexts are kept up for a while
-nevertheless, so that acceptance can be measured again.
+even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`). At long intervals the contexts
+are kept up for a while nevertheless, so that acceptance can be measured again. Of several drafters, one drafts alone
+where that is faster and its programs are compiled (`engine.drafting_alone`).
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from dflash_jax.engine.acceptance import USUAL_RATE, Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
-from dflash_jax.engine.drafting_alone import COMPARED_RUNS, TRIAL_SHARE, DraftingAlone
+from dflash_jax.engine.drafting_alone import TRIAL_SHARE, DraftingAlone
 
 # Weight of a new measurement of seconds in their moving average, where it is longer and where it is shorter: what runs
 # beside the engine makes rounds longer, never shorter, and to start and to read a short dispatch takes more of each of
@@ -44,8 +44,8 @@ RETRY_S = 60.0
 PREDICTION_ERROR = 5.0
 # Rounds of a drafter before its record is known well, and the share of the time for trying it until then.
 KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
-# Without a drafter: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
-# all contexts and of drafting.
+# Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
+# contexts and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
 
 
@@ -117,16 +117,18 @@ class DraftLengthPolicy:
             record.follow(odds_ratio(drafter, acceptances))
         record.observe(yielded, block_size)
 
-    def is_measured(self, batch_size: int, speculation: Speculation, runs: int = MEASURED_RUNS) -> bool:
-        """Whether the cost of a round was measured in at least ``runs`` runs."""
-        return self._runs[batch_size, speculation] >= runs
+    def is_measured(self, batch_size: int, speculation: Speculation) -> bool:
+        """Whether the cost of a round is measured."""
+        return self._runs[batch_size, speculation] >= MEASURED_RUNS
 
     def least_cost(self, batch_size: int, speculation: Speculation) -> float | None:
         """The shortest of the recent measurements of a round, in seconds; None where there is none."""
         return self._least.get((batch_size, speculation))
 
     def cost(self, batch_size: int, speculation: Speculation) -> float | None:
-        """Seconds of a round: measured, or predicted from one that differs in contexts or, if none, in cost the least.
+        """Seconds of a round: measured, or predicted from a measured one.
+
+        That is the round with all contexts in place of one, or else the one of the nearest predicted cost.
 
         Returns:
             None where no round was measured.
@@ -176,7 +178,7 @@ class DraftLengthPolicy:
     def why_plain(self, batch_size: int) -> str | None:
         """Why a batch of new sequences is decoded plainly: a sentence; None where it drafts."""
         speculation = self.favoured_draft(batch_size)
-        plain = [each for each in self.speculations if each.block_size == 1]
+        plain = [each for each in self.speculations if each.block_size == 1 and not each.is_alone]
         costs = self._costs(batch_size, (*plain, speculation))
         ratio = costs[speculation] / min(costs[each] for each in plain)
         tokens = self._tokens(speculation)
@@ -190,28 +192,28 @@ class DraftLengthPolicy:
             f"and yields about {tokens:.1f} tokens"
         )
 
-    def begin_sequence(self) -> None:
-        """Chooses the contexts of the next sequence."""
-        self._alone.begin_sequence(self._spent)
-
-    def _drafts_alone(self, rounds: "_Rounds") -> int | None:
+    def _drafts_alone(self, rounds: "_Rounds", acceptances: Sequence[Acceptances]) -> int | None:
         """The drafter whose context is the only one; None where those of all are kept."""
+        if len(acceptances) > 1:
+            # Sequences that begin together have all contexts, also when they decode by themselves later.
+            for sequence in acceptances:
+                sequence.has_begun = True
+            return None
+        sequence, available = acceptances[0], rounds.alone()
         kept = [each for each in rounds.compiled if not each.is_alone and each != NO_DRAFTER]
-        alone = [each for each in rounds.compiled if each.is_alone]
-        ratios: dict[int, float] = {}
-        if kept and alone:
-            best = max(map(rounds.speed, kept))
-            rivals = {each.drafter for each in kept if each.block_size > 1 and rounds.optimistic(each) > best}
-            if all(record.rounds >= KNOWN_ROUNDS for drafter, record in self.drafters.items() if drafter in rivals):
-                for drafter in self.drafters:
-                    speeds = [rounds.speed(each) for each in alone if each.drafter == drafter]
-                    ratios |= {drafter: max(speeds) / best} if speeds else {}
-        return self._alone.choose(ratios, {each.drafter for each in alone}, self._spent)
+        best, ratios = max(map(rounds.speed, kept), default=0.0), {}
+        rivals = {each.drafter for each in kept if each.block_size > 1 and rounds.optimistic(each) > best}
+        if all(record.rounds >= KNOWN_ROUNDS for drafter, record in self.drafters.items() if drafter in rivals):
+            ratios = {drafter: max(map(rounds.speed, alone)) / best for drafter, alone in available.items()}
+        if not sequence.has_begun:
+            sequence.alone, sequence.has_begun = self._alone.begin(set(available), self._spent), True
+        self._alone.observe(ratios, sequence.alone, self._spent)
+        return sequence.alone if sequence.alone in available else None
 
     def choose(
         self,
         batch_size: int,
-        acceptances: Sequence[Mapping[int, Acceptance]],
+        acceptances: Sequence[Acceptances],
         allowed: Sequence[Speculation] | None = None,
         is_compiled: Callable[[int, Speculation], bool] = lambda batch_size, speculation: True,
         patience: float = 0.0,
@@ -233,18 +235,13 @@ class DraftLengthPolicy:
         allowed = self.speculations if allowed is None else allowed
         rounds = _Rounds(self, batch_size, acceptances, allowed, is_compiled)
         is_patient = self._spent - self._explored > patience
-        # Seconds of the measurement of acceptance; before it, negative.
-        probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
-        drafter = self._drafts_alone(rounds)
-        is_alone = drafter is not None and probing < 0
-        choices = [each for each in allowed if each == NO_DRAFTER or each.is_alone == is_alone] or allowed
-        if drafter is not None and probing < PROBE_CONTEXT_S:
-            # While the contexts of the others become longer, their drafts are not tried.
-            choices = [s for s in choices if s.drafter == drafter or (s.block_size == 1 and not s.is_alone)]
+        alone = self._drafts_alone(rounds, acceptances)
+        choices = [s for s in allowed if s == NO_DRAFTER or (s.drafter == alone if s.is_alone else alone is None)]
         plain = [each for each in choices if each.block_size == 1]
         drafting = [each for each in choices if each.block_size > 1]
         if not drafting:
-            return plain[0]
+            # Nothing else, or drafters alone only.
+            return plain[0] if plain else allowed[0]
 
         # Plain decoding that keeps up contexts, so that drafting can resume, or that which is compiled.
         plain_candidate = plain and max(plain, key=lambda s: (s in rounds.compiled or is_patient, s != NO_DRAFTER))
@@ -252,22 +249,17 @@ class DraftLengthPolicy:
         ready = [each for each in candidates if each in rounds.compiled]
         best = max(ready or candidates, key=rounds.speed)
         self._tried[best] = self._spent
-        # What the other contexts cost is measured in rounds that differ in nothing else.
-        twin = best.with_all
-        candidates = [*candidates, *([twin] if is_alone and twin in allowed else [])]
 
         def idle_s(speculation: Speculation) -> float:
             return self._spent - self._tried.get(speculation, 0.0)
 
-        def is_measured(speculation: Speculation) -> bool:
-            return rounds.is_measured(speculation, COMPARED_RUNS if speculation == twin else MEASURED_RUNS)
-
         others = [s for s in candidates if s != best]
         others = [s for s in others if rounds.optimistic(s) > rounds.speed(best) or idle_s(s) > RETRY_S]
-        unmeasured = [each for each in others if each in rounds.compiled and not is_measured(each)]
+        unmeasured = [each for each in others if each in rounds.compiled and not rounds.is_measured(each)]
         if unmeasured and any(map(rounds.is_measured, plain if best.block_size == 1 else [best])):
             return max(unmeasured, key=rounds.optimistic)
         if best.block_size == 1 and NO_DRAFTER in allowed and self._cannot_pay(rounds.costs):
+            probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:
                 return NO_DRAFTER
             return plain[-1] if probing < PROBE_CONTEXT_S else max(drafting, key=rounds.optimistic)
@@ -276,9 +268,7 @@ class DraftLengthPolicy:
             if speculation not in rounds.compiled:
                 return is_patient
             idle, share, drafter = idle_s(speculation), TRIAL_SHARE / len(others), speculation.drafter
-            if speculation == twin:
-                share = TRIAL_SHARE
-            elif drafter in self.drafters and drafter != best.drafter and self.drafters[drafter].rounds < KNOWN_ROUNDS:
+            if drafter in self.drafters and drafter != best.drafter and self.drafters[drafter].rounds < KNOWN_ROUNDS:
                 idle, share = min(idle_s(each) for each in others if each.drafter == drafter), LEARNING_SHARE
             return share * idle > max(TRIAL_ROUNDS * rounds.costs[speculation], TRIAL_S)
 
@@ -325,9 +315,20 @@ class _Rounds:
             for least in (0.0, OPTIMISTIC_RATE)
         }
 
-    def is_measured(self, speculation: Speculation, runs: int = MEASURED_RUNS) -> bool:
+    def is_measured(self, speculation: Speculation) -> bool:
         """As `DraftLengthPolicy.is_measured`."""
-        return self._policy.is_measured(self._batch_size, speculation, runs)
+        return self._policy.is_measured(self._batch_size, speculation)
+
+    def alone(self) -> dict[int, list[Speculation]]:
+        """By drafter, its rounds alone: of drafters that have all of them compiled that are with all contexts."""
+        kept = [each for each in self.compiled if not each.is_alone and each != NO_DRAFTER]
+        result = {}
+        for drafter in self._policy.drafters:
+            mine = [each for each in kept if each.block_size == 1 or each.drafter == drafter]
+            alone = [each._replace(drafter=drafter, is_alone=True) for each in mine]
+            if any(each.block_size > 1 for each in mine) and all(each in self.compiled for each in alone):
+                result[drafter] = alone
+        return result
 
     def _tokens(self, speculation: Speculation, least: float = 0.0) -> float:
         """Expected tokens of all sequences per round; ``least``: as in `DrafterRecord.expected_tokens`."""

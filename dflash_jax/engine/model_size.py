@@ -75,7 +75,7 @@ def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout", eight_bits: froze
     replicated: dict[str, float] = {}
     for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
         # Of a weight in few bits: the parameter's name, not that of its values or scales.
-        name = path.removesuffix(".values").removesuffix(".scale").rsplit(".", 1)[-1]
+        name = path.removesuffix(".values").removesuffix(".scale").removesuffix(".panels").rsplit(".", 1)[-1]
         size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout, spec)
         if name in eight_bits:
             # A bfloat16 scale for each 128 inputs of an output.

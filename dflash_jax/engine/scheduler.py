@@ -39,14 +39,13 @@ class DecodeScheduler:
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy):
         self._runner, self._config, self._policy = runner, config, policy
         self.requests: list[Request] = []
-        self.is_drafting = not config.adaptive or policy.choose(1, [{}]) != NO_DRAFTER
+        self.is_drafting = not config.adaptive or policy.choose(1, [Acceptances()]) != NO_DRAFTER
         self._acceptances: dict[Request, Acceptances] = {}
 
     def add(self, request: Request) -> None:
         """Starts decoding a request whose prompt is in the caches."""
         self.requests.append(request)
-        self._acceptances[request] = {}
-        self._policy.begin_sequence()
+        self._acceptances[request] = Acceptances()
 
     def remove(self, request: Request) -> None:
         """Ends decoding a request."""

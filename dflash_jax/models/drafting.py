@@ -318,6 +318,11 @@ def proposer(drafter: Drafting) -> int:
     return drafter.proposing if isinstance(drafter, Drafters) else 0
 
 
+def num_drafters(drafter: Drafting | None) -> int:
+    """The number of drafters that ``drafter`` is."""
+    return len(drafter.drafters) if isinstance(drafter, Drafters) else int(drafter is not None)
+
+
 def extended_contexts(drafter: Drafting | None) -> tuple[int, ...]:
     """The indices of the drafters whose contexts ``drafter`` extends."""
     if isinstance(drafter, Drafters):

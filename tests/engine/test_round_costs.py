@@ -39,6 +39,10 @@ def test_extensions_of_contexts_read_fc_and_keys_and_values_and_no_experts():
         assert alone(2, plain) - alone(2, NO_DRAFTER) == pytest.approx(contexts[i] / 4)
         assert both(2, Speculation(8, i)) - alone(2, Speculation(8)) == pytest.approx(contexts[1 - i] / 2)
     assert both(2, plain) - both(2, NO_DRAFTER) == pytest.approx(sum(contexts) / 4)
+    for i in (0, 1):
+        # Of those of other drafters, one that drafts alone extends none.
+        assert both(1, Speculation(8, i)) - both(1, Speculation(8, i, True)) == pytest.approx(contexts[1 - i] / 2)
+        assert both(1, Speculation(1, i, True)) - both(1, NO_DRAFTER) == pytest.approx(contexts[i] / 4)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

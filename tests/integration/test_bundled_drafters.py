@@ -83,6 +83,13 @@ def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts
     assert llm.drafting_method == "NEXTN,DFLASH"
 
 
+@pytest.mark.parametrize("speculation", [HEAD, DRAFTER])
+def test_predicted_costs_have_the_context_of_the_other_drafter(llm, speculation):
+    """However the weights are packed on this machine."""
+    predict = llm._new_policy(llm.programs)._predict
+    assert predict(1, speculation) > predict(1, speculation._replace(is_alone=True))
+
+
 class NotAgain(ReadyMasks):
     """Forbids the last few tokens, as a grammar does by all tokens before."""
 
