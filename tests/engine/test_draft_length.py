@@ -63,9 +63,9 @@ CPU = {NO_DRAFTER: 0.0003, PLAIN: 0.0004, EIGHT: 0.0048, SIXTEEN: 0.0061}
 @pytest.mark.parametrize("predict", [lambda n, b: 1.0, lambda n, spec: 1.0 + spec.block_size], ids=["flat", "steep"])
 def test_choices_are_near_the_best_fixed_block_size(costs, rate, predict):
     """Whatever is predicted."""
-    found, _ = simulate(costs, lambda now, _: rate, 4, 30.0, predict=predict)
+    measured, _ = simulate(costs, lambda now, _: rate, 4, 30.0, predict=predict)
     best = max(4 * expected_tokens(rate, w.block_size) / costs[w] for w in costs)
-    assert found > (0.96 if costs is not ACCELERATOR else 0.94) * best
+    assert measured > (0.96 if costs is not ACCELERATOR else 0.94) * best
 
 
 def test_the_drafter_is_off_only_where_it_cannot_pay():
@@ -94,10 +94,10 @@ def test_a_drafter_that_is_off_is_used_again_when_the_load_falls():
 
 def test_follows_a_text_that_becomes_easy_and_hard_again():
     costs = {NO_DRAFTER: 0.0019, PLAIN: 0.002, EIGHT: 0.006, SIXTEEN: 0.008}
-    found, spent = simulate(costs, lambda now, _: 0.97 if 20 < now < 40 else 0.1, 1, 60.0)
+    measured, spent = simulate(costs, lambda now, _: 0.97 if 20 < now < 40 else 0.1, 1, 60.0)
     assert spent[SIXTEEN] > 15
     assert spent[NO_DRAFTER] + spent[PLAIN] > 30
-    assert found > 0.9 * (40 / costs[PLAIN] + 20 * expected_tokens(0.97, 16) / costs[SIXTEEN]) / 60
+    assert measured > 0.9 * (40 / costs[PLAIN] + 20 * expected_tokens(0.97, 16) / costs[SIXTEEN]) / 60
 
 
 def test_block_sizes_that_cannot_win_are_not_tried():
@@ -176,7 +176,7 @@ def test_recent_acceptance_counts_most():
 
 
 @pytest.mark.parametrize("patience", [2.0, 20.0])
-def test_a_block_size_that_is_not_compiled_is_found_in_time(patience):
+def test_a_block_size_that_is_not_compiled_is_measured_in_time(patience):
     """The prediction for it is four times too high; trials of compiled sizes must not put it off."""
     costs = {NO_DRAFTER: 0.0019, PLAIN: 0.002, EIGHT: 0.006, SIXTEEN: 0.004}
     policy, rng, now = (
@@ -271,10 +271,10 @@ def test_two_drafters_are_as_fast_as_the_better_of_both(rates, known):
 
 def test_a_drafter_drafts_alone_where_the_other_one_does_not_pay_for_its_context():
     for rates, better in (((0.9, 0.6), 0), ((0.6, 0.95), 1)):
-        found, spent = answers(both(0.08), [rates], 200)
+        measured, spent = answers(both(0.08), [rates], 200)
         assert alone_share(spent, better) > 0.8
         kept = {spec: seconds for spec, seconds in both(0.08).items() if not spec.is_alone}
-        assert found > 1.05 * answers(kept, [rates], 200)[0]
+        assert measured > 1.05 * answers(kept, [rates], 200)[0]
 
 
 def test_a_drafter_that_was_left_out_comes_back_where_it_becomes_the_better_one():
@@ -291,8 +291,8 @@ def test_each_text_gets_the_drafter_that_drafts_it_better():
     texts = [(0.9, 0.6), (0.6, 0.95)]
     best = max(answers(only(drafter), texts, 60)[0] for drafter in (0, 1))
     assert answers(both(0.0), texts, 60)[0] > 1.1 * best
-    found, spent = answers(both(0.01), texts, 60)
-    assert found > 1.1 * best
+    measured, spent = answers(both(0.01), texts, 60)
+    assert measured > 1.1 * best
     assert alone_share(spent, 0) + alone_share(spent, 1) < 0.3
 
 
@@ -360,8 +360,8 @@ def test_acceptance_that_falls_with_the_place(costs, scale, known):
     costs = {spec: costs[spec] for spec in speculations_of((4, 8, 16))}
     rates = [scale * rate for rate in FALLING]
     best = max(costs, key=lambda spec: expected_tokens(rates, spec.block_size) / costs[spec])
-    found, spent = simulate(costs, lambda now, _: rates, 2, 20.0, rates=known)
-    assert found > 0.97 * 2 * expected_tokens(rates, best.block_size) / costs[best]
+    measured, spent = simulate(costs, lambda now, _: rates, 2, 20.0, rates=known)
+    assert measured > 0.97 * 2 * expected_tokens(rates, best.block_size) / costs[best]
     assert spent[best] > 0.85 * sum(spent.values())
 
 

@@ -100,7 +100,7 @@ def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case, m
     # Else it may find its pages as it left them.
     stale = map_caches(lambda each: replace(each, v=jnp.full_like(each.v, 9.0)), engine.runner.state)
     engine.runner.state = stale
-    # One dispatch without the head, whose context then begins behind it. Dispatches have two rounds.
+    # One dispatch without the head, whose context then starts behind it. Dispatches have two rounds.
     rounds, engine.policy.cost = iter([ALONE]), lambda *_: 1.0
     engine.policy.choose = lambda *_: next(rounds, SPECULATIONS[-1])
     while engine.has_work:
@@ -130,8 +130,8 @@ def test_a_prompt_from_the_prefix_cache_has_both_contexts(case, drafting, monkey
     assert {spec.drafter for _, spec in engine.statistics.dispatches} == {drafting}
 
 
-def test_a_drafter_reads_nothing_before_the_begin_of_its_context(case):
-    """Of each drafter, what is in its caches is spoiled; of the second, all of it is before the begin."""
+def test_a_drafter_reads_nothing_before_the_start_of_its_context(case):
+    """Of each drafter, what is in its caches is spoiled; of the second, all of it is before the start."""
     target, drafter, head, *_ = case
     both, settings = together([drafter, head]), Settings(block_size=8)
     state = init_state(target, both, [[2, 3, 4, 7], [5, 6, 8]], 20, settings=settings, sampling=tiny.sampling(2))
@@ -145,7 +145,7 @@ def test_a_drafter_reads_nothing_before_the_begin_of_its_context(case):
         assert (drafts[0] != drafts[1]).any() == is_read
 
 
-def test_contexts_that_a_round_with_masks_leaves_out_begin_behind_it(case, monkeypatch):
+def test_contexts_that_a_round_with_masks_leaves_out_start_behind_it(case, monkeypatch):
     *_, programs = case
     monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
     runner = engine_for(programs, slots=1, speculations=SPECULATIONS).runner
