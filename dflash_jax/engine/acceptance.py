@@ -59,12 +59,14 @@ class Acceptances(dict[int, Acceptance]):
     """Acceptance of one sequence, by drafter.
 
     Attributes:
+        has_begun: Whether the sequence has had a dispatch.
         alone: The drafter that drafts alone (`engine.drafting_alone`); None where the contexts of all are kept.
-        has_begun: Whether the sequence has had a dispatch, so that ``alone`` is chosen.
+        is_trial: Whether that is a trial; None where there was no choice.
     """
 
-    alone: int | None = None
     has_begun: bool = False
+    alone: int | None = None
+    is_trial: bool | None = None
 
 
 def odds_ratio(drafter: int, acceptances: Mapping[int, Acceptance]) -> float:

@@ -17,7 +17,7 @@ waited for.
 Contexts cost time, too, and can be left out; they start anew where they are wanted again. Where no draft could pay off
 even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`). At long intervals the contexts
 are kept up for a while nevertheless, so that acceptance can be measured again. Of several drafters, one drafts alone
-where that is faster and its programs are compiled (`engine.drafting_alone`).
+where that is faster and all programs are compiled (`engine.drafting_alone`).
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from dflash_jax.engine.acceptance import USUAL_RATE, Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
-from dflash_jax.engine.drafting_alone import TRIAL_SHARE, DraftingAlone
+from dflash_jax.engine.drafting_alone import DraftingAlone
 
 # Weight of a new measurement of seconds in their moving average, where it is longer and where it is shorter: what runs
 # beside the engine makes rounds longer, never shorter, and to start and to read a short dispatch takes more of each of
@@ -35,8 +35,9 @@ from dflash_jax.engine.drafting_alone import TRIAL_SHARE, DraftingAlone
 LONGER_WEIGHT, SHORTER_WEIGHT = 0.05, 0.5
 # Runs of a program of which the last is a measurement: the first is slower.
 MEASURED_RUNS = 2
-# Acceptance assumed of a block size that is not in use, and the rounds and the seconds of a trial, at least.
-OPTIMISTIC_RATE, TRIAL_ROUNDS, TRIAL_S = 0.95, 2, 0.02
+# Acceptance assumed of a block size that is not in use, share of the time for trying others, and the rounds and the
+# seconds of a trial, at least.
+OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS, TRIAL_S = 0.95, 0.02, 2, 0.02
 # Seconds of decoding after which a block size is tried even where its cost makes it hopeless: that may have been
 # measured in a bad moment.
 RETRY_S = 60.0
@@ -109,13 +110,16 @@ class DraftLengthPolicy:
             block_size: Tokens that it might yield.
             drafter: The drafter of the rounds.
         """
+        self._alone.spend(acceptances, len(yielded))
         if block_size == 1 or drafter is None or not yielded:
             return
         acceptance, record = acceptances.setdefault(drafter, Acceptance()), self.drafters[drafter]
         for count in yielded:
             acceptance.observe(record.usual[count - 1], count < block_size)
             record.follow(odds_ratio(drafter, acceptances))
-        record.observe(yielded, block_size)
+        if acceptances.alone in (None, drafter):
+            # Otherwise its context lacks the prompt.
+            record.observe(yielded, block_size)
 
     def is_measured(self, batch_size: int, speculation: Speculation) -> bool:
         """Whether the cost of a round is measured."""
@@ -194,21 +198,22 @@ class DraftLengthPolicy:
 
     def _drafts_alone(self, rounds: "_Rounds", acceptances: Sequence[Acceptances]) -> int | None:
         """The drafter whose context is the only one; None where those of all are kept."""
-        if len(acceptances) > 1:
-            # Sequences that begin together have all contexts, also when they decode by themselves later.
-            for sequence in acceptances:
-                sequence.has_begun = True
-            return None
-        sequence, available = acceptances[0], rounds.alone()
         kept = [each for each in rounds.compiled if not each.is_alone and each != NO_DRAFTER]
-        best, ratios = max(map(rounds.speed, kept), default=0.0), {}
-        rivals = {each.drafter for each in kept if each.block_size > 1 and rounds.optimistic(each) > best}
-        if all(record.rounds >= KNOWN_ROUNDS for drafter, record in self.drafters.items() if drafter in rivals):
-            ratios = {drafter: max(map(rounds.speed, alone)) / best for drafter, alone in available.items()}
-        if not sequence.has_begun:
-            sequence.alone, sequence.has_begun = self._alone.begin(set(available), self._spent), True
-        self._alone.observe(ratios, sequence.alone, self._spent)
-        return sequence.alone if sequence.alone in available else None
+        alone = [each for each in rounds.compiled if each.is_alone]
+        # Whatever there is must be allowed and compiled: the best of a part says little of the best of all.
+        is_free = len(acceptances) == 1 and bool(alone) and rounds.is_complete
+        if is_free:
+            best = max(map(rounds.speed, kept))
+            rivals = {each.drafter for each in kept if each.block_size > 1 and rounds.optimistic(each) > best}
+            if all(record.rounds >= KNOWN_ROUNDS for drafter, record in self.drafters.items() if drafter in rivals):
+                speeds = {d: max(rounds.speed(each) for each in alone if each.drafter == d) for d in self.drafters}
+                self._alone.compare({drafter: speed / best for drafter, speed in speeds.items()})
+        for sequence in acceptances:
+            if is_free and not sequence.has_begun:
+                self._alone.begin(sequence)
+            sequence.has_begun = True
+        drafter = acceptances[0].alone if len(acceptances) == 1 else None
+        return drafter if any(each.drafter == drafter for each in alone) else None
 
     def choose(
         self,
@@ -258,7 +263,7 @@ class DraftLengthPolicy:
         unmeasured = [each for each in others if each in rounds.compiled and not rounds.is_measured(each)]
         if unmeasured and any(map(rounds.is_measured, plain if best.block_size == 1 else [best])):
             return max(unmeasured, key=rounds.optimistic)
-        if best.block_size == 1 and NO_DRAFTER in allowed and self._cannot_pay(rounds.costs):
+        if best.block_size == 1 and NO_DRAFTER in plain and self._cannot_pay({s: rounds.costs[s] for s in choices}):
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:
                 return NO_DRAFTER
@@ -295,6 +300,7 @@ class _Rounds:
     Attributes:
         costs: Seconds of a round, as `DraftLengthPolicy.estimate` gives them.
         compiled: Those of ``allowed`` that are compiled, in their order.
+        is_complete: Whether these are all that there are for the batch size.
     """
 
     def __init__(
@@ -308,6 +314,7 @@ class _Rounds:
         self._policy, self._batch_size, self._count = policy, batch_size, len(acceptances)
         self.costs = {each: policy.estimate(batch_size, each) for each in allowed}
         self.compiled = [each for each in allowed if is_compiled(batch_size, each)]
+        self.is_complete = {each for each in policy.speculations if each.may_run(batch_size)} <= {*self.compiled}
         ratios = {drafter: [odds_ratio(drafter, each) for each in acceptances] for drafter in policy.drafters}
         # By the least acceptance of a draft, and by drafter.
         self._expected = {
@@ -318,17 +325,6 @@ class _Rounds:
     def is_measured(self, speculation: Speculation) -> bool:
         """As `DraftLengthPolicy.is_measured`."""
         return self._policy.is_measured(self._batch_size, speculation)
-
-    def alone(self) -> dict[int, list[Speculation]]:
-        """By drafter, its rounds alone: of drafters that have all of them compiled that are with all contexts."""
-        kept = [each for each in self.compiled if not each.is_alone and each != NO_DRAFTER]
-        result = {}
-        for drafter in self._policy.drafters:
-            mine = [each for each in kept if each.block_size == 1 or each.drafter == drafter]
-            alone = [each._replace(drafter=drafter, is_alone=True) for each in mine]
-            if any(each.block_size > 1 for each in mine) and all(each in self.compiled for each in alone):
-                result[drafter] = alone
-        return result
 
     def _tokens(self, speculation: Speculation, least: float = 0.0) -> float:
         """Expected tokens of all sequences per round; ``least``: as in `DrafterRecord.expected_tokens`."""

@@ -132,7 +132,8 @@ class DecodeScheduler:
         choices = large if minimum > 1 else allowed
         if len(fixed) == len(batch):
             # The smallest of each drafter.
-            choices = list({(each.drafter, each.is_alone): each for each in reversed(large)}.values())
+            with_all = [each for each in large if not each.is_alone] or large
+            choices = list({each.drafter: each for each in reversed(with_all)}.values())
         if len(choices) == 1:
             return choices[0]
         acceptances = [self._acceptances[r] for r in batch]
