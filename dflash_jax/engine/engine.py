@@ -74,6 +74,8 @@ class Engine:
     def _clear(self) -> None:
         # Requests that have not ended, in the order of arrival.
         self._live: dict[Request, None] = {}
+        # Requests without a slot, and the order in which they get one; there are also entries of some that have left.
+        self._waiting: dict[Request, None] = {}
         self._queue: list[tuple[int, int, Request]] = []
         self._by_slot: dict[int, Request] = {}
         self.pages = Pages(self.runner, self._make_room)
@@ -93,7 +95,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._queue or self._prefiller or self._scheduler.requests or self._tickets or self._events)
+        return bool(self._waiting or self._prefiller or self._scheduler.requests or self._tickets or self._events)
 
     @property
     def running(self) -> int:
@@ -103,12 +105,12 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the requests in the queue."""
-        return sum(len(entry[-1].prompt) for entry in list(self._queue))
+        return sum(len(request.prompt) for request in list(self._waiting))
 
     @property
     def free_slots(self) -> int:
@@ -163,14 +165,22 @@ class Engine:
         request.times = Times(self.runner.clock)
         request.order = next(self._order)
         self._live[request] = None
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting[request] = None
         heapq.heappush(self._queue, (*request.rank, request))
+
+    def _dequeue(self, request: Request) -> None:
+        """Takes a request out of the queue, if it is there; its entry goes with many others."""
+        if self._waiting.pop(request, self) is None and len(self._queue) > 2 * len(self._waiting):
+            self._queue = [(*waiting.rank, waiting) for waiting in self._waiting]
+            heapq.heapify(self._queue)
 
     def abort(self, request: Request) -> None:
         """Ends a request at any stage. Its only further event has the finish reason "abort"."""
         if request not in self._live:
             return
-        self._queue = [entry for entry in self._queue if entry[-1] is not request]
-        heapq.heapify(self._queue)
         self._events.append(self._end(request, "abort"))
 
     def flush(self) -> bool:
@@ -303,7 +313,7 @@ class Engine:
             if len(request.prompt_entries) < len(request.prompt) - 1:
                 # Complete ones stay: others may be reading them with the first token.
                 request.prompt_entries = []
-            heapq.heappush(self._queue, (*request.rank, request))
+            self._enqueue(request)
 
     def _swap_in(self) -> None:
         """Brings pages back from the host where there is room for them beside the requests ahead."""
@@ -342,18 +352,21 @@ class Engine:
         return promised
 
     def _admit(self) -> None:
-        if not self._queue or not self._free:
+        if not self._waiting or not self._free:
             return
         promised = self._promised()
-        while self._queue and self._free:
+        while self._waiting and self._free:
             request = self._queue[0][-1]
+            if request not in self._waiting:
+                heapq.heappop(self._queue)
+                continue
             # A slot of the data shard that has the most free ones.
             room, needs = Counter(self.runner.shard(s) for s in self._free), self._need(request)
             shards = [shard for shard in room if self.pages.fits(shard, needs, promised[shard])]
             slots = [s for s in self._free if self.runner.shard(s) in shards]
             if not slots:
                 return
-            heapq.heappop(self._queue)
+            del self._waiting[heapq.heappop(self._queue)[-1]]
             slot = max(slots, key=lambda s: (room[self.runner.shard(s)], -s))
             self._free.remove(slot)
             request.slot, self._by_slot[slot] = slot, request
@@ -472,6 +485,7 @@ class Engine:
         request.times = replace(request.times, finished=self.runner.clock)
         self.statistics.requests[finish_reason] += 1
         del self._live[request]
+        self._dequeue(request)
         if request.mask is not None:
             self._results.close_mask(request)
         request.swapped = None

@@ -1,6 +1,7 @@
 """Prefill of prompts: in chunks, in turns, and from the prefix cache."""
 
 import itertools
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.engine.config import REPLAY, EngineConfig
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.pages import Pages
-from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
+from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, PrefixKeys, chunks, cut_points, outside
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.statistics import Statistics
 
@@ -17,8 +18,6 @@ from dflash_jax.engine.statistics import Statistics
 MAX_SCORED = 64
 # Aligned blocks of an earlier run's tokens that a turn feeds.
 REPLAYED_BLOCKS = 8
-# Precedes the keys of prefixes without the drafter's part.
-TARGET_ONLY_KEY = b"alone "
 
 
 def scored_size(sizes: Sequence[int]) -> int:
@@ -37,7 +36,8 @@ class _Prefill:
         order: Number of its arrival.
         drafting: Whether the drafter's context is filled too. Then only prefixes with the drafter's part can be used.
         cuts: Positions at which prefixes are cached.
-        keys: Their cache keys.
+        lasting: Those whose snapshots stay: the end of the first message, and where prompts part.
+        keys: The cache keys of its prefixes.
         parent: The last cached prefix that was reached.
         can_cache: Whether what follows ``parent`` can still become a prefix.
         uses_cache: Whether it may share the pages of cached prefixes.
@@ -49,15 +49,16 @@ class _Prefill:
     order: int
     drafting: bool
     cuts: list[int]
-    keys: list[bytes]
+    lasting: set[int]
+    keys: PrefixKeys
     parent: Prefix | None = None
     can_cache: bool = True
     uses_cache: bool = True
 
     @property
     def next_cut(self) -> int:
-        """Index of the first cut that is not reached."""
-        return next(i for i, cut in enumerate(self.cuts) if cut > self.request.prefilled)
+        """The first cut that is not reached."""
+        return self.cuts[bisect_right(self.cuts, self.request.prefilled)]
 
     @property
     def is_fed(self) -> bool:
@@ -91,7 +92,7 @@ class Prefiller:
     ):
         self.runner, self.prefix_cache, self.config, self.statistics = runner, prefix_cache, config, statistics
         self._pages = pages
-        self.sizes, self.padding, self.markers = config.prefill_sizes, config.prefill_padding, config.markers
+        self.sizes, self.padding = config.prefill_sizes, config.prefill_padding
         self._order = itertools.count()
         self._queue: deque[_Prefill] = deque()
 
@@ -105,29 +106,38 @@ class Prefiller:
             # As the earlier run fed its tokens: the bits are the same.
             tokens, size = request.prompt, self.runner.settings.block_size
             end = len(tokens) - 1 + request.resumed // size * size
-        cuts = cut_points(tokens, len(tokens) - 1, self.markers, request.media)
+        # Equal bits need the cuts that every prompt with these tokens has.
+        spacing, at_end = self.config.cut_spacing, not self.runner.aligned
+        cuts = cut_points(tokens, len(tokens) - 1, self.config.markers, spacing, request.media, at_end)
         is_scored = request.prompt_logprobs is not None
         uses_cache = self.prefix_cache.budget > 0 and not is_scored
         drafting = drafting and not is_scored
         has_media = request.media is not None
         if not self._sizes(drafting, has_media) and self._sizes(not drafting, has_media):
             drafting = not drafting
-        cut_keys = keys(tokens, cuts, request.cache_salt, request.media)
-        if not drafting:
-            cut_keys = [TARGET_ONLY_KEY + key for key in cut_keys]
+        keys = PrefixKeys(tokens[:-1] if uses_cache else (), request.cache_salt, request.media, drafting)
+        lasting = {next((cut for cut in cuts if tokens[cut] in self.config.markers), 0)}
+        if at_end and uses_cache and (parting := self._parting(keys, request)):
+            lasting.add(parting)
+            cuts = sorted({*cuts, parting})
         order = next(self._order)
-        self._queue.append(_Prefill(request, tokens, end, order, drafting, cuts, cut_keys, can_cache=uses_cache))
+        prefill = _Prefill(request, tokens, end, order, drafting, cuts, lasting, keys, can_cache=uses_cache)
+        self._queue.append(prefill)
+
+    def _parting(self, keys: PrefixKeys, request: Request) -> int:
+        """Where a prompt parts from a cached one, if it cannot be restored up to there; otherwise 0.
+
+        With a cut there, prompts that follow with the same beginning can be.
+        """
+        longest = self.prefix_cache.longest(keys, 0)
+        start = longest.length if longest else 0
+        parting = outside(self.prefix_cache.shared(keys), start, request.media)
+        return parting if start + self.config.cut_spacing[0] <= parting < len(keys) else 0
 
     def _sizes(self, drafting: bool, has_media: bool) -> list[int]:
         """Chunk sizes of the programs that may run."""
         kind = ("media",) if has_media else ("prefill", 1)
         return [size for size in self.sizes if self.runner.can_run(*kind, size, drafting)]
-
-    def _find(self, prefill: _Prefill, key: bytes) -> Prefix | None:
-        prefix = self.prefix_cache.find(key)
-        if prefix is None and not prefill.drafting:
-            prefix = self.prefix_cache.find(key.removeprefix(TARGET_ONLY_KEY))
-        return prefix
 
     def remove(self, request: Request) -> None:
         """Drops a request."""
@@ -203,15 +213,16 @@ class Prefiller:
         """Whether an earlier request is computing the prefix that this one needs next."""
         if not self.prefix_cache.budget or prefill.is_fed or prefill.request.prompt_logprobs is not None:
             return False
-        key = prefill.keys[prefill.next_cut]
-        if self._find(prefill, key) is not None:
+        if self._cached(prefill) is not None:
             return False
+        cut = prefill.next_cut
         return any(
-            key == other.keys[other.next_cut]
+            prefill.keys.of(cut) == other.keys.of(cut)
             for other in self._queue
             if other.can_cache
             and other.request.is_resident
             and not other.is_fed
+            and other.next_cut == cut
             and other.order < prefill.order
             and other.request.priority <= prefill.request.priority
         )
@@ -247,13 +258,13 @@ class Prefiller:
         counts = [tokens for _, tokens, _ in next_chunks]
         ticket = self.runner.prefill(slots, counts, size, compiled, prefill.drafting, self._media(prefill, size))
         for member, (start, tokens, _) in zip(batch, next_chunks, strict=True):
-            cut = member.next_cut
             if start == 0 and member.can_cache:
                 self.prefix_cache.tiers.count(None)
-            member.request.prefilled = start + tokens
             member.can_cache = member.can_cache and self.runner.can_run("prefix")
-            if member.can_cache and member.request.prefilled == member.cuts[cut]:
-                self._cache(member, cut)
+            is_cut = start + tokens == member.next_cut
+            member.request.prefilled = start + tokens
+            if member.can_cache and is_cut:
+                self._cache(member)
         # Padding is computed too.
         return batch, size * max(compiled, len(batch)), ticket
 
@@ -261,7 +272,7 @@ class Prefiller:
         """The next chunk: (start, tokens, size of the program)."""
         return chunks(
             prefill.request.prefilled,
-            prefill.cuts[prefill.next_cut],
+            prefill.next_cut,
             self._sizes(prefill.drafting, prefill.has_media),
             self.padding,
         )[0]
@@ -331,14 +342,9 @@ class Prefiller:
         request = prefill.request
         if not self.prefix_cache.budget or request.prompt_logprobs is not None or not prefill.uses_cache:
             return None
-        if request.prefilled not in (0, *prefill.cuts):
-            return None
-        for cut, key in reversed(list(zip(prefill.cuts, prefill.keys, strict=True))):
-            if cut <= request.prefilled:
-                break
-            if (prefix := self._find(prefill, key)) is not None:
-                return prefix
-        return None
+        # What other cuts have computed may differ in its last bits.
+        lengths = prefill.cuts if self.runner.aligned else None
+        return self.prefix_cache.longest(prefill.keys, request.prefilled, lengths)
 
     def _copy(self, prefill: _Prefill, prefix: Prefix) -> bool:
         """Lets the slot share the pages of a cached prefix; False where pages are missing."""
@@ -396,12 +402,14 @@ class Prefiller:
             before = now
         return True
 
-    def _cache(self, prefill: _Prefill, cut: int) -> None:
-        """Adds the prefix up to the cut of this index to the cache."""
-        slot, start, end = prefill.request.slot, prefill.parent.length if prefill.parent else 0, prefill.cuts[cut]
+    def _cache(self, prefill: _Prefill) -> None:
+        """Adds what is prefilled, up to a cut, to the cache."""
+        slot, end = prefill.request.slot, prefill.request.prefilled
+        start = prefill.parent.length if prefill.parent else 0
         segments, snapshot = self._pages.of_slot(slot, start, end), self._pages.snapshot(slot, end)
         sizes = self._pages.bytes(segments), self._pages.bytes(snapshot)
-        prefix = self.prefix_cache.add(prefill.keys[cut], end, prefill.parent, segments, snapshot, *sizes)
+        key, blocks, is_thinned = prefill.keys.of(end), prefill.keys.blocks(start, end), end not in prefill.lasting
+        prefix = self.prefix_cache.add(key, prefill.parent, segments, snapshot, *sizes, blocks, is_thinned)
         prefill.can_cache = prefix is not None
         self._continue_from(prefill, prefix)
 

@@ -1,49 +1,90 @@
 """Where a prompt is cut into chunks, and the cache of prefixes.
 
-Cuts and chunks depend only on the tokens before them: a prompt that continues from a cached prefix runs the same chunks
-that a full prefill would run, and computes the same bits where prompts are prefilled one by one.
+Cuts between chunks depend only on the prompt's tokens up to `EngineConfig.cut_spacing` after them: a prompt that
+continues from a cut of an earlier one runs the same chunks that a full prefill would run, and computes the same bits
+where prompts are prefilled one by one.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflash_jax.engine.media import PromptMedia
 from dflash_jax.engine.prefix_tiers import BROUGHT_SHARE, Copies, Piece, PrefixTiers
 
-# Tokens between two cached prefixes where there are no message boundaries.
-GRID = 4096
 # Messages of fewer tokens do not get a snapshot of their own.
 MIN_MESSAGE = 16
 # A snapshot between two others is dropped where the distance of these is at most `SPACING` times their distance from
 # either end of the conversation: then a prompt that diverges there prefills at most `SPACING` times what it shares or
 # drops.
 SPACING = 3
+# Tokens that are digested at once, and among whose ends a prefix is looked for.
+BLOCK = 256
+# Precedes the keys of prefixes without the drafter's part.
+TARGET_ONLY = b"alone "
 
 
 def cut_points(
-    tokens: Sequence[int], last: int, markers: frozenset[int], media: PromptMedia | None = None
+    tokens: Sequence[int],
+    last: int,
+    markers: frozenset[int],
+    spacing: tuple[int, int],
+    media: PromptMedia | None = None,
+    at_end: bool = True,
 ) -> list[int]:
     """Positions in 1 … last at which a prefix is cached, ascending.
 
-    Those are the positions of ``markers`` (token ids that open a message), of the grid, and the last one; none divides
-    an image or a frame.
+    The first message ends with a cut, since system prompts and tools are shared. After it, each cut is at the last
+    marker within the spacing, or else about as far away as that allows. None divides an image or a frame.
+
+    Args:
+        tokens: The prompt.
+        last: The last position, which is a cut.
+        markers: Token ids that open a message.
+        spacing: The least and the largest distance of two cuts.
+        media: The images and videos of the prompt.
+        at_end: Whether the last marker is a cut, too, at the least distance or more. It is where the next turn of a
+            conversation goes on if its template drops the thoughts of this one. No other prompt with the same tokens
+            needs to have that cut.
     """
+    nearest, farthest = spacing
+    spans = media.spans if media else ()
+    opens = np.isin(np.asarray(tokens[:last], np.int32), sorted(markers))
+    for span in spans:
+        opens[span.start + 1 : span.end] = False
+    places = np.flatnonzero(opens).tolist()
+
+    opening = next((place for place in places if place >= MIN_MESSAGE), last)
     cuts, before = [], 0
-    possible = np.isin(np.asarray(tokens[:last], np.int32), sorted(markers))
-    possible[::GRID] = True
-    possible[:1] = False
-    for span in media.spans if media else ():
-        possible[span.start + 1 : span.end] = False
-    for place in np.flatnonzero(possible).tolist():
-        if place % GRID == 0 or place - before >= MIN_MESSAGE:
-            cuts.append(place)
-            before = place
-    return [*cuts, last] if last else []
+    while True:
+        limit = before + farthest if before >= opening else min(before + farthest, opening)
+        if limit >= last:
+            break
+        marker = places[bisect_right(places, limit) - 1] if places else 0
+        if marker >= before + nearest and before >= opening:
+            before = marker
+        else:
+            # A cut at the border of two pages divides none.
+            border = limit - limit % BLOCK
+            before = outside(border if border >= before + nearest and limit != opening else limit, before, media)
+        cuts.append(before)
+    if at_end and places and places[-1] >= max(before + nearest, opening):
+        cuts.append(places[-1])
+    return [*(cut for cut in cuts if cut < last), last] if last else []
+
+
+def outside(place: int, before: int, media: PromptMedia | None) -> int:
+    """A position after ``before`` that divides no image: ``place``, or the start or the end of the image around it."""
+    spans = media.spans if media else ()
+    span = next((span for span in spans if span.start < place < span.end), None)
+    if span is None:
+        return place
+    return span.start if span.start > before else span.end
 
 
 def chunks(start: int, end: int, sizes: Sequence[int], padding: float = 0.5) -> list[tuple[int, int, int]]:
@@ -67,27 +108,67 @@ def chunks(start: int, end: int, sizes: Sequence[int], padding: float = 0.5) -> 
     return result
 
 
-def keys(tokens: Sequence[int], cuts: Sequence[int], salt: str = "", media: PromptMedia | None = None) -> list[bytes]:
-    """The cache key of the prefix up to each cut.
+class PrefixKey(NamedTuple):
+    """The cache key of a prefix.
 
-    Prefixes of different ``salt`` have different keys, and so have those with other pixels under equal tokens.
+    Attributes:
+        block: Digest of its whole blocks of `BLOCK` tokens.
+        length: Tokens.
+        digest: Digest of all of them.
     """
-    digest, start, result = blake2b(digest_size=16, key=_digest_key(salt)), 0, []
-    spans = deque(media.spans if media else ())
-    for cut in cuts:
-        digest.update(np.asarray(tokens[start:cut], np.int32).tobytes())
-        while spans and spans[0].start < cut:
-            span = spans.popleft()
+
+    block: bytes
+    length: int
+    digest: bytes
+
+
+class PrefixKeys:
+    """The cache keys of a prompt's prefixes, by length.
+
+    Prefixes of different salts have different keys, and so have those with other pixels under equal tokens.
+
+    Args:
+        tokens: The prompt.
+        salt: Only prompts with the same salt share prefixes.
+        media: The images and videos of the prompt.
+        drafting: Whether its prefixes have the drafter's part. Prefixes without it are found only where it is not
+            needed.
+    """
+
+    def __init__(self, tokens: Sequence[int], salt: str = "", media: PromptMedia | None = None, drafting: bool = True):
+        self.kinds = (b"",) if drafting else (TARGET_ONLY, b"")
+        self._tokens, self._spans = np.asarray(tokens, np.int32), media.spans if media else ()
+        # JSON strings may have unpaired surrogates.
+        self._blocks = [blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()]
+        for end in range(BLOCK, len(self._tokens) + 1, BLOCK):
+            self._blocks.append(self._digest(end - BLOCK, end))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def _digest(self, start: int, end: int) -> bytes:
+        """The digest of the first ``end`` tokens, of which those from ``start`` on, the end of a block, are left."""
+        digest = blake2b(b"%d " % (end - start), digest_size=16, key=self._blocks[start // BLOCK])
+        digest.update(self._tokens[start:end].tobytes())
+        for span in self._spans[bisect_left(self._spans, start, key=lambda span: span.start) :]:
+            if span.start >= end:
+                break
             digest.update(b"%d %d %s" % (span.start, len(span.key), span.key))
-        result.append(digest.digest())
-        start = cut
-    return result
+        return digest.digest()
 
+    def of(self, length: int, kind: bytes | None = None) -> PrefixKey:
+        """The key of the first ``length`` tokens; ``kind``: one of `kinds`, the first by default."""
+        kind, start = self.kinds[0] if kind is None else kind, length // BLOCK * BLOCK
+        digest = self._blocks[length // BLOCK]
+        return PrefixKey(kind + digest, length, kind + (self._digest(start, length) if start < length else digest))
 
-def _digest_key(salt: str) -> bytes:
-    """A key for the digest; empty without a salt."""
-    # JSON strings may have unpaired surrogates.
-    return blake2b(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
+    def block(self, number: int, kind: bytes) -> bytes:
+        """`PrefixKey.block` of the prefixes with ``number`` whole blocks."""
+        return kind + self._blocks[number]
+
+    def blocks(self, start: int, end: int) -> list[bytes]:
+        """The digests of the whole blocks that end after ``start`` tokens and not after ``end``."""
+        return [self.block(n, self.kinds[0]) for n in range(start // BLOCK + 1, end // BLOCK + 1)]
 
 
 @dataclass(eq=False)
@@ -96,22 +177,33 @@ class Prefix:
 
     Attributes:
         key: Its cache key.
-        length: Tokens.
         parent: The prefix up to an earlier cut that this one continues, or None.
-        segments: The keys and values behind the parent, in pages of which the first may have some of the parent too.
-        snapshot: What a slot has beside them, behind the last token; None where it is no longer stored. Then only
+        blocks: Digests of the whole blocks that end after the parent.
+        segments: The keys and values after the parent's, in pages of which the first may have some of the parent too.
+        snapshot: What a slot has beside them, after the last token; None where it is no longer stored. Then only
             prefixes that continue this one can be restored.
         children: The prefixes whose parent this is.
-        pins: Users of this prefix and of those that continue it.
+        headers: Those of them that end fewer than `MIN_MESSAGE` tokens later.
+        is_thinned: Whether its snapshot goes where those around it serve.
+        stored: Of the prefixes before it, those whose snapshot was stored when this one was added, newest first.
+        pins: Users of this prefix, and its children that have any.
     """
 
-    key: bytes
-    length: int
+    key: PrefixKey
     parent: "Prefix | None" = field(repr=False)
+    blocks: Sequence[bytes] = ()
+    is_thinned: bool = True
     segments: Piece = field(init=False)
     snapshot: Piece | None = None
-    children: "list[Prefix]" = field(default_factory=list, repr=False)
+    children: "dict[Prefix, None]" = field(default_factory=dict, repr=False)
+    headers: "dict[Prefix, None]" = field(default_factory=dict, repr=False)
+    stored: "list[Prefix]" = field(default_factory=list, repr=False)
     pins: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.key.length
 
     def chain(self) -> "list[Prefix]":
         """All prefixes from this one back to the first."""
@@ -125,8 +217,9 @@ class Prefix:
 class PrefixCache:
     """Prefixes by key, in a tier on the device and one on the host.
 
-    The prefix used longest ago goes first, children before parents. Of one conversation few snapshots stay: the newest
-    two, those where prompts diverge, and others whose distances grow with the distance from both ends.
+    The prefix used longest ago goes first, children before parents; a prefix is in use while it is pinned. Of one
+    conversation few snapshots stay: the newest two, those where prompts diverge, and others whose distances grow with
+    the distance from both ends.
 
     Args:
         budget: Bytes of the device tier at most; 0 caches nothing.
@@ -139,7 +232,11 @@ class PrefixCache:
 
     def __init__(self, budget: int, host_budget: int, copies: Copies):
         self.tiers = PrefixTiers(budget, host_budget, copies, self._lose)
-        self._prefixes: dict[bytes, Prefix] = {}
+        self._prefixes: dict[PrefixKey, Prefix] = {}
+        # By `PrefixKey.block`, how many prefixes there are of each length.
+        self._lengths: dict[bytes, Counter[int]] = {}
+        # How many prefixes have each block after their parents.
+        self._blocks: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return sum(prefix.snapshot is not None for prefix in self._prefixes.values())
@@ -154,30 +251,60 @@ class PrefixCache:
         """Bytes of the device in use."""
         return self.tiers.device.size
 
-    def find(self, key: bytes) -> Prefix | None:
-        """The prefix of a key, if it can be restored. It and all prefixes before it count as used now."""
+    def find(self, key: PrefixKey) -> Prefix | None:
+        """The prefix of a key, if it can be restored."""
         prefix = self._prefixes.get(key)
-        if prefix is None or prefix.snapshot is None:
-            return None
-        self._touch(prefix)
-        return prefix
+        return None if prefix is None or prefix.snapshot is None else prefix
+
+    def longest(self, keys: PrefixKeys, longer_than: int, lengths: Collection[int] | None = None) -> Prefix | None:
+        """The longest prefix of a prompt that can be restored, or None.
+
+        Args:
+            keys: The prompt's keys.
+            longer_than: Tokens that it must exceed.
+            lengths: Lengths that it may have; None for any.
+        """
+        for block in range(len(keys) // BLOCK, longer_than // BLOCK - 1, -1):
+            ends = {kind: self._lengths.get(keys.block(block, kind), {}) for kind in keys.kinds}
+            for length in sorted(set().union(*ends.values()), reverse=True):
+                if longer_than < length <= len(keys) and (lengths is None or length in lengths):
+                    for kind in keys.kinds:
+                        if length in ends[kind] and (prefix := self.find(keys.of(length, kind))) is not None:
+                            return prefix
+        return None
+
+    def shared(self, keys: PrefixKeys) -> int:
+        """Tokens of a prompt that are cached, in whole blocks, whether they can be restored or not."""
+        for block in range(len(keys) // BLOCK, 0, -1):
+            if any(keys.block(block, kind) in self._blocks for kind in keys.kinds):
+                return block * BLOCK
+        return 0
 
     def _touch(self, prefix: Prefix) -> None:
-        # What continues others is used before them, so that it goes before them.
-        for part in prefix.chain():
-            if part.snapshot is not None:
-                self.tiers.touch(part.snapshot)
-            self.tiers.touch(part.segments)
+        for piece in (prefix.snapshot, prefix.segments):
+            if piece is not None:
+                self.tiers.touch(piece)
 
     def pin(self, prefix: Prefix) -> None:
         """Keeps a prefix, and those before it, until `unpin`."""
-        for part in prefix.chain():
+        part: Prefix | None = prefix
+        while part is not None:
             part.pins += 1
+            if part.pins > 1:
+                break
+            # What continues others counts as used before them, so that it goes before them.
+            self._touch(part)
+            part = part.parent
 
     def unpin(self, prefix: Prefix) -> None:
-        """Undoes one `pin`."""
-        for part in prefix.chain():
+        """Undoes one `pin`. Prefixes that have no user then count as used now."""
+        part: Prefix | None = prefix
+        while part is not None:
             part.pins -= 1
+            if part.pins:
+                break
+            self._touch(part)
+            part = part.parent
         if self._is_cached(prefix):
             self._prune(prefix)
 
@@ -186,24 +313,26 @@ class PrefixCache:
 
     def add(
         self,
-        key: bytes,
-        length: int,
+        key: PrefixKey,
         parent: Prefix | None,
         segments: Any,
         snapshot: Any,
         segments_size: int,
         snapshot_size: int,
+        blocks: Sequence[bytes] = (),
+        is_thinned: bool = True,
     ) -> Prefix | None:
         """Adds a prefix.
 
         Args:
             key: Its cache key.
-            length: Tokens.
             parent: The prefix that it continues, or None.
-            segments: The keys and values behind the parent, as the copies keep them.
+            segments: The keys and values after the parent's, as the copies keep them.
             snapshot: What a slot has beside them, likewise.
             segments_size: Bytes of the segments on one device.
             snapshot_size: Bytes of the snapshot on one device.
+            blocks: Digests of its whole blocks that end after the parent.
+            is_thinned: Whether its snapshot may go where those around it serve.
 
         Returns:
             The prefix; the one that has this key already where there is one. None where it cannot be cached: there is
@@ -218,21 +347,23 @@ class PrefixCache:
         # Room must not be made by what the new prefix needs.
         needed = prefix or parent
         if needed is not None:
-            self._touch(needed)
             self.pin(needed)
         has_room = self.tiers.has_room(size)
         if has_room and prefix is None:
-            prefix = Prefix(key, length, parent)
+            prefix = Prefix(key, parent, blocks, is_thinned)
             prefix.segments = Piece(prefix, segments_size, segments)
             self._prefixes[key] = prefix
+            self._lengths.setdefault(key.block, Counter())[key.length] += 1
+            self._blocks.update(blocks)
             self.tiers.add(prefix.segments)
             if parent is not None:
-                parent.children.append(prefix)
+                parent.children[prefix] = None
+                if key.length - parent.length < MIN_MESSAGE:
+                    parent.headers[prefix] = None
         if has_room and prefix is not None:
             prefix.snapshot = Piece(prefix, snapshot_size, snapshot)
             self.tiers.add(prefix.snapshot)
             self.pin(prefix)
-            self._touch(prefix)
             self._thin(prefix)
             self.tiers.save()
             self.unpin(prefix)
@@ -244,21 +375,22 @@ class PrefixCache:
         """Removes snapshots that a new prefix makes dispensable."""
         parent = prefix.parent
         if parent is not None and prefix.length - parent.length >= MIN_MESSAGE:
-            for sibling in list(parent.children):
+            for header in list(parent.headers):
                 # The end of an earlier prompt, such as the header of an answer: to prefill it again takes less than to
                 # store it, and it would make each turn of a conversation a point where prompts diverge.
-                is_short = sibling.length - parent.length < MIN_MESSAGE
-                if is_short and not sibling.children and not sibling.pins:
-                    self._remove(sibling)
-        _, *inner = [part for part in prefix.chain() if part.snapshot is not None]
-        following = prefix
-        for part, before in zip(inner, [*(p.length for p in inner[1:]), 0], strict=False):
+                if not header.children and not header.pins:
+                    self._remove(header)
+        inner = [part for part in ([parent, *parent.stored] if parent else ()) if part.snapshot is not None]
+        following, prefix.stored = prefix, []
+        for part, before in zip(inner, [*(p.length for p in inner), 0][1:], strict=True):
             allowed = SPACING * min(before, prefix.length - following.length)
-            if part.snapshot is not None and len(part.children) == 1 and following.length - before <= allowed:
+            is_between = part.is_thinned and len(part.children) == 1 and following.length - before <= allowed
+            if part.snapshot is not None and is_between:
                 self.tiers.remove(part.snapshot)
                 part.snapshot = None
             else:
                 following = part
+                prefix.stored.append(part)
 
     def is_on_device(self, prefix: Prefix, length: int) -> bool:
         """Whether all of `parts` is on the device."""
@@ -267,7 +399,7 @@ class PrefixCache:
         return all(piece.device is not None for piece in (prefix.snapshot, *parts))
 
     def parts(self, prefix: Prefix, length: int) -> Iterator[tuple[Piece, bool]]:
-        """The pieces of a prefix behind its first ``length`` tokens, and whether each may stay on the device."""
+        """The pieces of a prefix after its first ``length`` tokens, and whether each may stay on the device."""
         brought, limit = 0, self.budget // BROUGHT_SHARE
         for part in reversed(prefix.chain()):
             if part.length > length:
@@ -308,10 +440,23 @@ class PrefixCache:
                 self.tiers.remove(piece)
         prefix.snapshot = None
         del self._prefixes[prefix.key]
+        lengths = self._lengths[prefix.key.block]
+        lengths[prefix.length] -= 1
+        if not lengths[prefix.length]:
+            del lengths[prefix.length]
+            if not lengths:
+                del self._lengths[prefix.key.block]
+        for block in prefix.blocks:
+            self._blocks[block] -= 1
+            if not self._blocks[block]:
+                del self._blocks[block]
         if prefix.parent is not None:
-            prefix.parent.children.remove(prefix)
+            del prefix.parent.children[prefix]
+            prefix.parent.headers.pop(prefix, None)
 
     def clear(self) -> None:
         """Evicts all prefixes."""
         self._prefixes.clear()
+        self._lengths.clear()
+        self._blocks.clear()
         self.tiers.clear()

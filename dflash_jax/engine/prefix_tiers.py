@@ -156,12 +156,12 @@ class PrefixTiers:
 
     def has_room(self, size: int) -> bool:
         """Makes room for ``size`` bytes on the device; False where that would take a piece that may not be lost."""
-        if size > self.device.budget:
-            return False
-        while self.device.size + size > self.device.budget:
-            if not any(self._free(piece) for piece in list(self.device.pieces)):
-                return False
-        return True
+        limit = self.device.budget - size
+        for piece in list(self.device.pieces) if 0 <= limit < self.device.size else ():
+            self._free(piece)
+            if self.device.size <= limit:
+                break
+        return self.device.size <= limit
 
     def give_up_host_memory(self) -> bool:
         """Drops the oldest copy on the host; False where none may be dropped."""

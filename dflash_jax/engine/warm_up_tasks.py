@@ -94,6 +94,9 @@ class Tasks:
         kinds = (True, False) if self.has_drafter else (True,)
         largest, *smaller = sorted(self._runner.batch_sizes(), reverse=True)
         favoured = self._engine.policy.favoured_draft(1)
+        # The next turn of a conversation.
+        if self._engine.prefix_cache.budget:
+            yield from self._copies()
         # One sequence, drafted.
         yield self._prefill(1, sizes[0], True)
         yield self._decode(1, favoured)
@@ -111,8 +114,6 @@ class Tasks:
         for size in sizes:
             for drafting in kinds:
                 yield self._prefill(1, size, drafting)
-        if self._engine.prefix_cache.budget:
-            yield from self._copies()
         # As many sequences as there are slots, in one batch.
         yield self._decode(largest, self.decode_programs[0][1])
         yield self._decode(largest, favoured)

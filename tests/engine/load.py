@@ -21,10 +21,17 @@ MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 
 
 def engine_for(
-    programs: Executables, block_sizes=(1, 8), slots: int = 32, pages=None, draft_window=NO_WINDOW, **options
+    programs: Executables,
+    block_sizes=(1, 8),
+    slots: int = 32,
+    pages=None,
+    draft_window=NO_WINDOW,
+    aligned: bool = False,
+    **options,
 ) -> Engine:
-    settings = Settings(1, top_logprobs=5, draft_window=draft_window)
+    settings = Settings(block_sizes[-1] if aligned else 1, aligned, top_logprobs=5, draft_window=draft_window)
     options = {"prefill_sizes": SIZES, "prefill_batch_tokens": 32, "max_num_batched_tokens": 64} | options
+    options.setdefault("cut_spacing", (16, 24))
     options.setdefault("prefix_bytes", 2 * 10**6)
     if pages is None and options["prefix_bytes"]:
         # Twice as many as the slots can use: the others are for prefixes.

@@ -4,27 +4,58 @@ import sys
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dflash_jax.engine import prefix_cache
-from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
+from dflash_jax.engine.media import MediaSpan, PromptMedia
+from dflash_jax.engine.prefix_cache import BLOCK, Prefix, PrefixCache, PrefixKey, PrefixKeys, chunks, cut_points
 from tests.engine.mock_runner import MockPages
 
 MARKERS = frozenset([0])
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=200)
 
 
-@given(TOKENS, st.integers(0, 199))
-def test_cuts_follow_from_the_tokens_before_them(tokens, at):
+@st.composite
+def prompts(draw):
+    """A prompt with images, and the spacing of its cuts."""
+    tokens = draw(st.lists(st.integers(0, 5), min_size=1, max_size=200))
+    borders = sorted(draw(st.sets(st.integers(0, len(tokens) - 1), max_size=8)))
+    spans = tuple(MediaSpan(a, b - a, b"%d" % a, list) for a, b in zip(borders[::2], borders[1::2], strict=False))
+    nearest = draw(st.integers(1, 40))
+    media = PromptMedia(spans, np.zeros((3, 0)), 0) if spans else None
+    return tokens, media, (nearest, draw(st.integers(nearest, 80)))
+
+
+@given(prompts(), st.integers(0, 199))
+def test_cuts_but_the_last_two_are_those_of_every_prompt_with_these_tokens(prompt, at):
     """What comes later moves no cut, and so no chunk: a prefix is always computed in the same pieces."""
+    tokens, media, spacing = prompt
     last = min(at, len(tokens) - 1)
-    whole, part = cut_points(tokens, len(tokens) - 1, MARKERS), cut_points(tokens, last, MARKERS)
-    assert part == [c for c in whole if c < last] + ([last] if last else [])
-    assert all(tokens[c] in MARKERS for c in whole[:-1])
-    assert keys(tokens, whole)[: max(len(part) - 1, 0)] == keys(tokens, part)[:-1]
+    whole, part = (cut_points(tokens, n, MARKERS, spacing, media, False) for n in (len(tokens) - 1, last))
+    assert part == [*whole[: max(len(part) - 1, 0)], *([last] if last else [])]
+    at_end = cut_points(tokens, last, MARKERS, spacing, media)
+    assert set(part) <= set(at_end)
+    assert len(at_end) <= len(part) + 1
+
+
+@given(prompts())
+def test_cuts_keep_their_distance_and_divide_no_image(prompt):
+    tokens, media, (nearest, farthest) = prompt
+    found = cut_points(tokens, last := len(tokens) - 1, MARKERS, (nearest, farthest), media)
+    spans = media.spans if media else ()
+    inside = {place for span in spans for place in range(span.start + 1, span.end)}
+    assert not inside & {cut for cut in found if cut < last}
+    markers = [i for i, token in enumerate(tokens[:last]) if token in MARKERS and i >= 16 and i not in inside]
+    assert not markers or markers[0] in found, "the first message does not end with a cut"
+    longest_image = max((span.length for span in spans), default=0)
+    for before, cut in pairwise([0, *found]):
+        assert cut - before <= farthest + longest_image
+        assert cut - before >= nearest or cut in (last, *markers[:1], *(span.start for span in spans))
+    # Where the next turn of a conversation goes on.
+    assert not markers or any(markers[-1] - nearest < cut <= markers[-1] for cut in found)
 
 
 @given(
@@ -43,15 +74,36 @@ def test_chunks_cover_what_is_between_cuts(start, length, sizes, padding):
         assert chunks(first, start + length, sizes, padding) == found[i:]
 
 
-def test_long_prompts_are_kept_on_a_grid():
-    assert cut_points([1] * 10_000, 9999, MARKERS) == [prefix_cache.GRID, 2 * prefix_cache.GRID, 9999]
-    assert cut_points([1, 0, *[1] * 20, 0, 1, 0, 1], 25, MARKERS) == [22, 25]
+def test_long_messages_are_cut_at_the_largest_distance():
+    assert cut_points([1] * 2500, 2499, MARKERS, (512, 1024)) == [1024, 2048, 2499]
+    assert cut_points([1, 0, *[1] * 20, 0, 1, 0, 1], 25, MARKERS, (16, 256)) == [22, 25]
+
+
+def test_many_messages_are_cut_as_far_apart_as_chunks_are_large():
+    """A system prompt, and messages of 40 tokens."""
+    message = [0, *[1] * 39]
+    found = cut_points([0, *[1] * 299, *message * 99, 0, 1, 1], 4262, MARKERS, (512, 1024))
+    assert found == [300, 1300, 2300, 3300, 4260, 4262]
+    assert cut_points([0, *[1] * 299, *message * 99, 0, 1, 1], 4262, MARKERS, (512, 1024), at_end=False)[-2] == 3300
 
 
 def add(kept: PrefixCache, name: str, parent: Prefix | None = None, size: int = 10, length: int = 100):
     """A prefix of ``length`` tokens more than its parent's, whose keys and values have a tenth of its bytes."""
-    length += parent.length if parent else 0
-    return kept.add(name.encode(), length, parent, name, name, size // 10, size - size // 10)
+    key = key_of(name, length + (parent.length if parent else 0))
+    return kept.add(key, parent, name, name, size // 10, size - size // 10)
+
+
+def key_of(name: str, length: int = 100) -> PrefixKey:
+    return PrefixKey(b"", length, name.encode())
+
+
+def find(kept: PrefixCache, name: str) -> Prefix | None:
+    return next((kept.find(key) for key in kept._prefixes if key.digest == name.encode()), None)
+
+
+def use(kept: PrefixCache, prefix: Prefix | None) -> None:
+    kept.pin(prefix)
+    kept.unpin(prefix)
 
 
 def restored(kept: PrefixCache, prefix: Prefix) -> list:
@@ -72,7 +124,7 @@ def conversation(kept: PrefixCache, name: str, lengths: list[int], parent: Prefi
 
 
 def known(kept: PrefixCache, *names: str) -> list[str]:
-    return [name for name in names if kept.find(name.encode())]
+    return [name for name in names if find(kept, name)]
 
 
 def test_the_least_recently_used_goes_first_and_children_before_parents():
@@ -80,11 +132,10 @@ def test_the_least_recently_used_goes_first_and_children_before_parents():
     system = add(kept, "system")
     for name in "abc":
         assert add(kept, name, system) is not None
-    assert kept.find(b"a")
+    use(kept, find(kept, "a"))
     assert add(kept, "d", system)
     # b was used longest ago; the system prompt is older still, but others build on it.
-    assert kept.find(b"b") is None
-    assert all(kept.find(k) for k in (b"system", b"a", b"c", b"d"))
+    assert known(kept, "system", *"abcd") == ["system", *"acd"]
     assert kept.size == 40
 
 
@@ -96,7 +147,7 @@ def test_what_does_not_fit_is_not_kept():
     assert add(kept, "child", first, size=10) is None
     assert kept.size == 20
     assert add(kept, "other", size=25)
-    assert kept.find(b"first") is None
+    assert not known(kept, "first")
     # What builds on a prefix that is gone is no prefix.
     assert add(kept, "late", first, size=1) is None
 
@@ -134,20 +185,20 @@ def test_a_header_behind_a_prompt_goes_when_the_conversation_goes_on():
     header = add(kept, "header", user, length=5)
     kept.pin(header)
     add(kept, "busy", user)
-    assert kept.find(b"header")
+    assert known(kept, "header")
     kept.unpin(header)
     add(kept, "next", user)
     assert known(kept, "header", "user", "busy", "next") == ["user", "busy", "next"]
     # Beside longer ends it stays: it is the newest.
     assert add(kept, "header", user, length=5)
-    assert kept.find(b"header")
+    assert known(kept, "header")
 
 
 def test_a_snapshot_that_went_comes_back_with_the_keys_and_values_that_stayed():
     kept = PrefixCache(10**9, 0, MockPages())
     last = conversation(kept, "t", [1000] * 100)
     gone = next(part for part in last.chain() if part.snapshot is None)
-    size, name = kept.size, gone.key.decode()
+    size, name = kept.size, gone.key.digest.decode()
     assert kept.find(gone.key) is None
     assert add(kept, name, gone.parent, length=1000) is gone
     assert kept.find(gone.key) is gone
@@ -172,7 +223,7 @@ def test_the_oldest_move_to_the_host_and_come_back():
         assert add(kept, name)
     # Those that came last are on the device alone.
     assert (kept.tiers.device.size, kept.tiers.host.size) == (40, 40)
-    assert not kept.is_on_device(a := kept.find(b"a"), 0)
+    assert not kept.is_on_device(a := find(kept, "a"), 0)
     assert restored(kept, a) == ["a", "a"]
     assert known(kept, *"abcdef") == [*"abcdef"]
     assert kept.size <= 40
@@ -248,18 +299,17 @@ class Accounting(RuleBasedStateMachine):
         self.copies = MockPages()
         self.copies.devices = devices
         self.kept = PrefixCache(budget, host, self.copies)
-        self.names, self.pinned, self.count = [b"none"], [], 0
+        self.names, self.pinned, self.count = [key_of("none")], [], 0
 
     @rule(at=st.integers(0, 50), length=st.sampled_from([3, 20, 400, 4096]), size=st.integers(1, 60), data=st.data())
     def adds(self, at, length, size, data):
         parent = self.kept.find(self.names[at % len(self.names)])
         again = parent is not None and data.draw(st.booleans())
         self.count += 1
-        name = parent.key if again else b"%d" % self.count
+        name = parent.key if again else key_of(f"{self.count}", length + (parent.length if parent else 0))
         if again:
-            parent, length = parent.parent, parent.length - (parent.parent.length if parent.parent else 0)
-        length += parent.length if parent else 0
-        added = self.kept.add(name, length, parent, name, name, size // 2, size - size // 2)
+            parent = parent.parent
+        added = self.kept.add(name, parent, name, name, size // 2, size - size // 2, [name.digest[:1]])
         assert added is None or self.kept.find(name) is added
         self.names.append(name)
 
@@ -323,21 +373,95 @@ class Accounting(RuleBasedStateMachine):
         for prefix in self.pinned:
             assert all(self.kept._prefixes.get(part.key) is part for part in prefix.chain())
 
+    @invariant()
+    def prefixes_are_found_by_their_blocks(self):
+        keys, blocks = self.kept._prefixes, self.kept._blocks
+        assert blocks == Counter(block for prefix in keys.values() for block in prefix.blocks)
+        assert {(key.block, key.length) for key in keys} == {(b, n) for b, c in self.kept._lengths.items() for n in c}
+
+    @invariant()
+    def pins_are_those_of_users_and_of_children(self):
+        for prefix in self.kept._prefixes.values():
+            users = sum(pinned is prefix for pinned in self.pinned)
+            assert prefix.pins == users + sum(child.pins > 0 for child in prefix.children)
+
 
 TestAccounting = Accounting.TestCase
 TestAccounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_other_tokens_are_another_key():
-    assert keys([1, 2, 3, 4], [2, 4])[0] == keys([1, 2, 9], [2])[0]
-    assert len({*keys([1, 2, 3], [1, 3]), *keys([2, 1, 3], [1, 3])}) == 4
+    assert PrefixKeys([1, 2, 3, 4]).of(2) == PrefixKeys([1, 2, 9]).of(2)
+    tokens = list(range(3 * BLOCK))
+    found = [PrefixKeys(tokens).of(n) for n in range(3 * BLOCK + 1)]
+    assert len(set(found)) == len(found)
+    for at in (0, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 3):
+        changed = PrefixKeys([*tokens[:at], 10**6, *tokens[at + 1 :]])
+        assert [changed.of(n) == found[n] for n in range(len(found))] == [n <= at for n in range(len(found))]
 
 
-def test_a_salt_parts_prefixes():
-    tokens, cuts = list(range(50)), [10, 30, 50]
-    plain, again, one, other = (keys(tokens, cuts, salt) for salt in ("", "", "a", "\ud800"))
-    assert plain == again == keys(tokens, cuts)
-    assert len({*plain, *one, *other}) == 9
+def test_other_pixels_are_another_key_from_their_first_token_on():
+    tokens = [1] * 600
+    plain, one, other, later = (
+        PrefixKeys(tokens, media=spans and PromptMedia(tuple(MediaSpan(a, 20, key, list) for a, key in spans), None, 0))
+        for spans in ((), [(300, b"one")], [(300, b"other")], [(300, b"one"), (400, b"more")])
+    )
+    assert plain.of(300) == one.of(300) == other.of(300)
+    for length in (301, 320, 512, 600):
+        assert len({keys.of(length) for keys in (plain, one, other)}) == 3
+        assert (one.of(length) == later.of(length)) == (length <= 400)
+
+
+def test_a_salt_and_a_part_without_the_drafters_are_other_keys():
+    tokens, lengths = list(range(600)), [10, 300, 600]
+    plain, again, one, other = (PrefixKeys(tokens, salt) for salt in ("", "", "a", "\ud800"))
+    assert plain.of(300) == again.of(300)
+    each = (*(PrefixKeys(tokens, salt, drafting=False) for salt in ("", "a")), plain, one, other)
+    assert len({keys.of(n) for keys in each for n in lengths}) == 15
+
+
+def stored(kept: PrefixCache, keys: PrefixKeys, *lengths: int) -> None:
+    parent = None
+    for length in lengths:
+        parent = kept.add(keys.of(length), parent, length, length, 1, 1)
+
+
+def test_the_longest_prefix_is_found_at_any_length():
+    kept, tokens = PrefixCache(10**6, 0, MockPages()), list(range(2000))
+    keys = PrefixKeys(tokens)
+    stored(kept, keys, 100, 700, BLOCK * 3, 1500)
+    stored(kept, PrefixKeys(tokens[:900], drafting=False), 800)
+
+    def found(tokens, at=0, lengths=None, drafting=True) -> int:
+        prefix = kept.longest(PrefixKeys(tokens, drafting=drafting), at, lengths)
+        return prefix.length if prefix else 0
+
+    lengths = {99: 0, 100: 100, 699: 100, 701: 700, 768: 768, 1499: 768, 1500: 1500, 2000: 1500}
+    assert {n: found(tokens[:n]) for n in lengths} == lengths
+    assert found([*tokens[:1400], 1, 1, *tokens[1400:]]) == 768
+    assert (found(tokens[:1400], at=768), found(tokens, at=768), found(tokens, lengths=[100, 700])) == (0, 1500, 700)
+    # Where the drafter is not needed, prefixes without its part are found too.
+    assert (found(tokens[:1400], drafting=False), found(tokens, drafting=False)) == (800, 1500)
+    kept.find(keys.of(1500)).snapshot = None
+    assert found(tokens) == 768
+
+
+@pytest.mark.parametrize("count", [2000])
+def test_a_conversation_costs_each_message_the_same(count, monkeypatch):
+    """Counted are the prefixes that are touched or looked at, whatever their order."""
+    kept, calls = PrefixCache(10**9, 0, MockPages()), Counter()
+    monkeypatch.setattr(PrefixCache, "_touch", lambda *_: calls.update(["touch"]))
+    parent = None
+    for i in range(count):
+        new = add(kept, f"t{i}", parent)
+        kept.pin(new)
+        if parent is not None:
+            kept.unpin(parent)
+        parent = new
+        assert len(parent.stored) < 40
+    kept.unpin(parent)
+    # Each when it is added, and all once more when the last one has no user.
+    assert calls["touch"] <= 4 * count
 
 
 def test_a_conversation_of_more_messages_than_frames_is_lost_without_recursion():

@@ -7,7 +7,6 @@ import pytest
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.prefix_cache import GRID
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
 from tests.engine.mock_runner import END, MockRunner, Slot, run
@@ -35,6 +34,8 @@ class Sizes:
 
 SIZES = {"35B": Sizes(24_576, 20_480, 64_400_000), "27B": Sizes(69_632, 20_480, 153_900_000)}
 PAGE = 256
+# The distances of cuts on an accelerator.
+CUTS = EngineConfig().cut_spacing
 
 
 class SizedRunner(MockRunner):
@@ -134,7 +135,7 @@ def test_interleaved_conversations_prefill_their_new_tokens_and_at_most_one_cut(
     for turn in range(TURNS):
         for new, prefilled in agents.turn(range(1, count + 1)):
             # The system prompt is shared from the first turn on.
-            assert prefilled <= (new if turn else new - SYSTEM) + GRID
+            assert prefilled <= (new if turn else new - SYSTEM) + CUTS[1]
     assert len(agents.prompts[1]) > 128_000
     # Hardly more than the new tokens: the header is prefilled again.
     assert agents.runner.prefilled < len(agents.prompts[0]) + count * (TURNS * 3070 + 100)
@@ -152,13 +153,13 @@ def test_conversations_that_begin_and_end_at_different_times_are_kept_while_they
         names = [name for name in range(12) if 5 * name <= step < 5 * name + TURNS]
         assert len(names) <= 8
         for name, (new, prefilled) in zip(names, agents.turn(names), strict=True):
-            assert prefilled <= new + GRID, (step, name)
+            assert prefilled <= new + CUTS[1], (step, name)
 
 
 def test_without_a_host_tier_a_long_conversation_is_kept_while_the_device_has_room_for_it():
     agents = Agents(SIZES["35B"], host_bytes=0)
     for _ in range(30):
         for new, prefilled in agents.turn([0]):
-            assert prefilled <= new + GRID
+            assert prefilled <= new + CUTS[1]
     # A second one has no room beside it.
     assert max(prefilled for _ in range(10) for _, prefilled in agents.turn([0, 1])) > 20_000

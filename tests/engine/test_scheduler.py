@@ -5,9 +5,11 @@ import random
 import numpy as np
 import pytest
 
+from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.config import EngineConfig, prefill_config
 from dflash_jax.engine.engine import QueueFullError
-from dflash_jax.engine.request import ReadyMasks
+from dflash_jax.engine.prefix_cache import BLOCK
+from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.errors import EngineError, InputError
 from tests.engine.mock_runner import END, VOCAB, engine, expected, request, run
 
@@ -31,6 +33,7 @@ def test_every_request_gets_its_own_tokens(seed):
         shards=shards,
         prefix_bytes=rng.choice([0, 60, 500, 10**6]),
         markers=frozenset([1, 2]),
+        cut_spacing=rng.choice([(4, 8), (16, 30), (512, 1024)]),
         max_decode_batch=rng.choice([None, None, 1, 2]),
         prefill_batch_tokens=rng.choice([0, 16]),
         adaptive=rng.random() < 0.8,
@@ -331,3 +334,83 @@ def test_chunks_suit_the_platform(platform, kernels, alone, most, sizes, togethe
     assert options.max_num_batched_tokens == (most or max(2048, sizes[-1]))
     assert all(size * options.prefill_batch(size) <= max(together, size) for size in sizes)
     assert max(map(options.prefill_batch, sizes)) <= 8
+
+
+def test_the_longest_prefix_is_used_wherever_an_earlier_prompt_ended():
+    """In the reproducible mode only where the new prompt has a cut itself, since other chunks may give other bits."""
+    rng = random.Random(0)
+    prompt = [1, *(rng.randrange(3, VOCAB) for _ in range(1500))]
+    for aligned, cached in ((False, len(prompt) - 1), (True, 1024)):
+        e = engine(prefix_bytes=10**7, markers=frozenset([1]))
+        e.runner.aligned, e.runner.settings = aligned, Settings(8)
+        for text in (prompt, [*prompt, *range(3, 40)], prompt[:1200]):
+            e.submit(r := request(text, 5))
+            run(e)
+            assert r.tokens == expected(text, 5)
+            assert r.cached == (0 if text is prompt else 1024 if len(text) < len(prompt) else cached)
+
+
+def test_the_next_turn_prefills_what_is_new_where_the_thoughts_of_the_last_one_are_dropped():
+    rng, marker, ended = random.Random(1), 1, 0
+    header, thinks = [marker, 2], [3, 3]
+
+    def message(length: int) -> list[int]:
+        return [marker, *(rng.randrange(4, VOCAB) for _ in range(length))]
+
+    e = engine(capacity=8192, prefix_bytes=10**8, markers=frozenset([marker]), cut_spacing=(16, 256))
+    text = [*message(300), *message(40)]
+    for _ in range(20):
+        e.submit(r := request([*text, *header, *thinks], 5))
+        run(e)
+        assert r.cached == ended, "the end of the last turn's messages is not known"
+        ended = len(text)
+        text += [*header, *message(30)[1:], *message(rng.choice([20, 60, 400]))]
+
+
+def test_aborted_requests_leave_the_queue_at_a_constant_cost(monkeypatch):
+    e, count, ranked = engine(slots=1), 3000, []
+    rank = Request.rank.fget
+    monkeypatch.setattr(Request, "rank", property(lambda self: (ranked.append(self), rank(self))[1]))
+    waiting = [request([1, 2, 3], priority=i % 5) for i in range(count)]
+    for r in waiting:
+        e.submit(r)
+    random.Random(0).shuffle(waiting)
+    for i, r in enumerate(waiting[:-1]):
+        e.abort(r)
+        assert e.waiting == count - i - 1
+        assert len(e._queue) <= 2 * e.waiting
+    assert len(ranked) <= 4 * count
+    run(e)
+    assert waiting[-1].tokens == expected([1, 2, 3], 10)
+
+
+def test_prompts_with_a_long_beginning_in_common_hit_it_from_the_third_on():
+    """Examples and a question, without messages between them, and more messages than there are cuts."""
+    rng, marker = random.Random(2), 1
+    for opens in (0, marker):
+        e = engine(capacity=8192, prefix_bytes=10**8, markers=frozenset([marker]), cut_spacing=(512, 4096))
+        examples = [marker, *(rng.randrange(4, VOCAB) if i % 40 else opens for i in range(1, 3000))]
+        cached = []
+        for _ in range(5):
+            question = [*(rng.randrange(4, VOCAB) for _ in range(60)), opens, 5]
+            e.submit(r := request([*examples, *question], 5))
+            run(e)
+            assert r.tokens == expected(r.prompt, 5)
+            cached.append(r.cached)
+        assert cached[0] == 0
+        assert cached[1] <= 40
+        assert all(n == len(examples) // BLOCK * BLOCK for n in cached[2:])
+
+
+def test_a_prompt_gets_no_cut_of_its_own_in_the_reproducible_mode():
+    rng = random.Random(3)
+    e = engine(prefix_bytes=10**7, markers=frozenset([1]), prefill_sizes=(4, 100), max_num_batched_tokens=100)
+    e.runner.aligned, e.runner.settings = True, Settings(8)
+    examples = [1, *(rng.randrange(3, VOCAB) for _ in range(900))]
+    chunks = []
+    for last in range(4, 9):
+        e.runner.log.clear()
+        e.submit(request([*examples, last, 3], 5))
+        run(e)
+        chunks.append([entry[2] for entry in e.runner.log if entry[0] == "prefill"])
+    assert chunks == [chunks[0]] * 5

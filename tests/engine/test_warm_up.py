@@ -18,6 +18,7 @@ from dflash_jax.engine.memory import Memory, device_memory, plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
+from dflash_jax.engine.warm_up_tasks import Tasks
 from dflash_jax.errors import InputError
 from tests import tiny
 from tests.engine.load import CAPACITY, engine_for, some_requests
@@ -52,6 +53,11 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
         engine.step()
     assert engine.runner.programs.count == before
     assert engine.statistics.requests["stop"] + engine.statistics.requests["length"] == 40
+
+
+def test_what_the_next_turn_of_a_conversation_needs_is_compiled_first(engine):
+    labels = [task.label for task in Tasks(engine).others]
+    assert all(label.startswith("copies") for label in labels[: labels.index("restore")])
 
 
 def test_a_decoding_step_reads_once(engine, monkeypatch):
