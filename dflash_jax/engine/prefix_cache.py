@@ -264,7 +264,7 @@ class PrefixCache:
             longer_than: Tokens that it must exceed.
             lengths: Lengths that it may have; None for any.
         """
-        for block in range(len(keys) // BLOCK, longer_than // BLOCK - 1, -1):
+        for block in range(self.shared(keys) // BLOCK, longer_than // BLOCK - 1, -1):
             ends = {kind: self._lengths.get(keys.block(block, kind), {}) for kind in keys.kinds}
             for length in sorted(set().union(*ends.values()), reverse=True):
                 if longer_than < length <= len(keys) and (lengths is None or length in lengths):
@@ -275,10 +275,12 @@ class PrefixCache:
 
     def shared(self, keys: PrefixKeys) -> int:
         """Tokens of a prompt that are cached, in whole blocks, whether they can be restored or not."""
-        for block in range(len(keys) // BLOCK, 0, -1):
-            if any(keys.block(block, kind) in self._blocks for kind in keys.kinds):
-                return block * BLOCK
-        return 0
+
+        def is_unknown(block: int) -> bool:
+            return not any(keys.block(block, kind) in self._blocks for kind in keys.kinds)
+
+        # Where a block is known, so are those before it.
+        return BLOCK * bisect_left(range(1, len(keys) // BLOCK + 1), True, key=is_unknown)
 
     def _touch(self, prefix: Prefix) -> None:
         for piece in (prefix.snapshot, prefix.segments):

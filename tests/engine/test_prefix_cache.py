@@ -423,7 +423,8 @@ def test_a_salt_and_a_part_without_the_drafters_are_other_keys():
 def stored(kept: PrefixCache, keys: PrefixKeys, *lengths: int) -> None:
     parent = None
     for length in lengths:
-        parent = kept.add(keys.of(length), parent, length, length, 1, 1)
+        blocks = keys.blocks(parent.length if parent else 0, length)
+        parent = kept.add(keys.of(length), parent, length, length, 1, 1, blocks)
 
 
 def test_the_longest_prefix_is_found_at_any_length():
