@@ -279,6 +279,7 @@ class Runner:
         self.serving.warm_up.stop()
         if self.serving.is_ready:
             await asyncio.to_thread(self.serving.engine.stop)
+            self.serving.engine.engine.policy.keep()
         return self.code
 
     @property
@@ -319,6 +320,7 @@ class Runner:
             except Exception:
                 log.exception("the other programs are not compiled: requests go on with those that are")
             log.info("%d of %d programs compiled after %.0f s", warm.compiled, warm.total, time.monotonic() - began)
+        serving.engine.engine.policy.keep()
 
     def _on_signal(self, sig: int, frame) -> None:
         if self.serving.is_draining and not self._is_stopping:

@@ -7,12 +7,15 @@ b is the draft length b - 1 plus the target's own token. The policy takes what h
 
 where p_i is the probability that the sequence accepts draft i of a block where it accepted those before it.
 
-At first the p_i follow from the acceptance on record for the drafter (`engine.acceptance`), and the seconds are
-predicted (`engine.round_costs`); both are then measured, with the drafter's part and the update of contexts included. A
-round says little about the acceptance of other drafters, and plain decoding (b = 1) nothing about any: from time to
-time, for at most a fiftieth of the time, other rounds are tried where they could be faster. A compiled round whose
-prediction may be too high is tried at once; one that is not compiled is tried after a while, since its compilation is
-waited for.
+At first the p_i follow from the acceptance on record for the drafter (`engine.acceptance`), and the seconds from the
+measurements on record for the device and the models (`engine.round_costs`); both are then measured, with the drafter's
+part and the update of contexts included. Seconds that are not measured are predicted, and a prediction decides only
+what is tried first: until a drafting round is measured, plain decoding is the choice.
+
+A round says little about the acceptance of other drafters, and plain decoding (b = 1) nothing about any: from time to
+time, for at most a fiftieth of the time, other rounds are tried where they could be faster. A compiled round that is
+not measured is tried at once, and so is the first one that drafts. Others that are not compiled are tried after a
+while, since their compilation is waited for.
 
 Contexts cost time, too, and can be left out; they start anew where they are wanted again. Where no draft could pay off
 even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`). At long intervals the contexts
@@ -28,6 +31,7 @@ from types import MappingProxyType
 from dflash_jax.engine.acceptance import USUAL_RATE, Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.drafting_alone import DraftingAlone
+from dflash_jax.engine.round_costs import NO_RECORD, CostRecord
 
 # Weight of a new measurement of seconds in their moving average, where it is longer and where it is shorter: what runs
 # beside the engine makes rounds longer, never shorter, and to start and to read a short dispatch takes more of each of
@@ -35,14 +39,16 @@ from dflash_jax.engine.drafting_alone import DraftingAlone
 LONGER_WEIGHT, SHORTER_WEIGHT = 0.05, 0.5
 # Runs of a program of which the last is a measurement: the first is slower.
 MEASURED_RUNS = 2
+# Dispatches of plain decoding, at most, before predicted costs decide: beside prefill nothing can be measured.
+PLAIN_DISPATCHES = 16
 # Acceptance assumed of a block size that is not in use, share of the time for trying others, and the rounds and the
 # seconds of a trial, at least.
 OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS, TRIAL_S = 0.95, 0.02, 2, 0.02
 # Seconds of decoding after which a block size is tried even where its cost makes it hopeless: that may have been
 # measured in a bad moment.
 RETRY_S = 60.0
-# How many times too high a predicted cost may be.
-PREDICTION_ERROR = 5.0
+# How many times too high a predicted cost may be, and one on record, which may be of a bad moment.
+PREDICTION_ERROR, RECORD_ERROR = 5.0, 2.0
 # Rounds of a drafter before its record is known well, and the share of the time for trying it until then.
 KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
 # Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
@@ -58,6 +64,7 @@ class DraftLengthPolicy:
         predict: The cost of a round in any unit, by batch size and `Speculation`; by default the same for all.
         rates: The acceptance on record for each drafter, as `DrafterRecord` takes it; by default every draft is
             accepted at the usual rate.
+        record: Costs that earlier processes measured.
 
     Attributes:
         speculations: As given.
@@ -70,21 +77,24 @@ class DraftLengthPolicy:
         speculations: Sequence[Speculation],
         predict: Callable[[int, Speculation], float] = lambda batch_size, speculation: 1.0,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
+        record: CostRecord = NO_RECORD,
     ):
-        self.speculations, self._predict = tuple(speculations), predict
-        self.seconds: dict[tuple[int, Speculation], float] = {}
+        self.speculations, self._predict, self._record = tuple(speculations), predict, record
+        self.seconds = record.load()
         drafters = sorted({each.drafter for each in speculations if each.drafter is not None and each.block_size > 1})
         places = max(each.block_size for each in speculations) - 1
         self.drafters = {i: DrafterRecord(rates.get(i, [USUAL_RATE]), places) for i in drafters}
         # Seconds of rounds so far, their value when a speculation was last in use, and when one was last compiled.
         self._spent = self._explored = 0.0
         self._tried: dict[Speculation, float] = {}
-        self._runs: Counter = Counter()
+        self._runs: Counter = Counter(dict.fromkeys(self.seconds, MEASURED_RUNS))
         # By (batch size, speculation): seconds of all rounds at its last measurement.
         self._measured: dict[tuple[int, Speculation], float] = {}
+        # Dispatches without a measured cost, by batch size.
+        self._guesses: Counter[int] = Counter()
         self._alone = DraftingAlone()
         # The shortest of the recent measurements.
-        self._least: dict[tuple[int, Speculation], float] = {}
+        self._least = {key: value / RECORD_ERROR for key, value in self.seconds.items()}
 
     def observe_seconds(self, batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1) -> None:
         """Adds a measurement: ``rounds`` rounds took ``seconds`` each."""
@@ -121,8 +131,12 @@ class DraftLengthPolicy:
             # Otherwise its context lacks the prompt.
             record.observe(yielded, block_size)
 
+    def keep(self) -> None:
+        """Keeps the measured costs for later processes."""
+        self._record.save({key: seconds for key, seconds in list(self.seconds.items()) if self.is_measured(*key)})
+
     def is_measured(self, batch_size: int, speculation: Speculation) -> bool:
-        """Whether the cost of a round is measured."""
+        """Whether the cost of a round is measured, in this process or on record."""
         return self._runs[batch_size, speculation] >= MEASURED_RUNS
 
     def least_cost(self, batch_size: int, speculation: Speculation) -> float | None:
@@ -251,8 +265,14 @@ class DraftLengthPolicy:
         # Plain decoding that keeps up contexts, so that drafting can resume, or that which is compiled.
         plain_candidate = plain and max(plain, key=lambda s: (s in rounds.compiled or is_patient, s != NO_DRAFTER))
         candidates = [plain_candidate, *drafting] if plain else drafting
-        ready = [each for each in candidates if each in rounds.compiled]
-        best = max(ready or candidates, key=rounds.speed)
+        # What a drafter takes alone follows from what it takes with all contexts.
+        known = [each for each in candidates if rounds.is_measured(each) or rounds.is_measured(each.with_all)]
+        ready = [each for each in known if each in rounds.compiled] or known
+        if not ready and self._guesses[batch_size] < PLAIN_DISPATCHES:
+            self._guesses[batch_size] += 1
+            return candidates[0]
+        ready = ready or [each for each in candidates if each in rounds.compiled] or candidates
+        best = max(ready, key=rounds.speed)
         self._tried[best] = self._spent
 
         def idle_s(speculation: Speculation) -> float:
@@ -261,6 +281,8 @@ class DraftLengthPolicy:
         others = [s for s in candidates if s != best]
         others = [s for s in others if rounds.optimistic(s) > rounds.speed(best) or idle_s(s) > RETRY_S]
         unmeasured = [each for each in others if each in rounds.compiled and not rounds.is_measured(each)]
+        if not any(each in rounds.compiled or rounds.is_measured(each) for each in drafting):
+            unmeasured = [max(drafting, key=rounds.speed)]
         if unmeasured and any(map(rounds.is_measured, plain if best.block_size == 1 else [best])):
             return max(unmeasured, key=rounds.optimistic)
         if best.block_size == 1 and NO_DRAFTER in plain and self._cannot_pay({s: rounds.costs[s] for s in choices}):

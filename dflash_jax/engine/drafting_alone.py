@@ -49,8 +49,9 @@ class DraftingAlone:
         best = max(ratios, key=ratios.__getitem__, default=None)
         self._better = best if best is not None and ratios[best] > 1.0 else None
         sequence.alone = self._better
-        if best is not None and self._alone_rounds[best] < COMPARED_ROUNDS:
-            sequence.alone = best
+        unknown = [drafter for drafter in ratios if self._alone_rounds[drafter] < COMPARED_ROUNDS]
+        if unknown:
+            sequence.alone = max(unknown, key=ratios.__getitem__)
         elif self._trial_rounds < TRIAL_SHARE * self._rounds:
             sequence.alone = best if self._better is None else None
         sequence.is_trial = sequence.alone != self._better

@@ -1,13 +1,21 @@
-"""What a decoding round costs before one is measured: from the sizes of the models, and a table of platforms.
+"""What a decoding round costs: on record from earlier processes, or predicted before one is measured.
 
-Costs are bytes: those of the weights that a round reads, or those that the device reads in the time of the round's
-arithmetic where that is longer. Only their ratios are used.
+Predicted costs are bytes: those of the weights that a round reads, or those that the device reads in the time of the
+round's arithmetic where that is longer. They follow from the sizes of the models and a table of platforms, and only
+their ratios are used.
 """
 
+import json
 import os
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dflash_jax.decoding.speculative import DEFERRED_SIZE, EXTENSION_SIZE
 from dflash_jax.engine.config import Speculation
@@ -99,3 +107,67 @@ class RoundCosts:
         # Its own extension reads a part of its weights again, which is left out; of the others as if all were accepted.
         others = sum(contexts) - self._contexts[speculation.drafter]
         return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)
+
+
+# Days after which a cost is measured anew, and the least change of one that is written.
+RECORD_DAYS, LEAST_CHANGE = 7, 0.1
+
+# By (batch size, speculation): seconds of a round.
+Seconds = Mapping[tuple[int, Speculation], float]
+
+
+class CostRecord:
+    """Measured costs of rounds in a file beside the compiled programs, which later processes begin with.
+
+    A file that cannot be read has no costs, and one that cannot be written is left out.
+
+    Args:
+        directory: The directory of compiled programs; None keeps nothing.
+        identity: Whatever the costs depend on, with a ``repr`` that is the same in other processes: device, models,
+            versions. Each has a file of its own.
+    """
+
+    def __init__(self, directory: Path | None, *identity: object):
+        digest = blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+        self._path = None if directory is None else directory / f"round-costs-{digest}.json"
+        # By key: seconds, and the time of their measurement.
+        self._entries: dict[tuple[int, Speculation], tuple[float, float]] = {}
+
+    def load(self) -> dict[tuple[int, Speculation], float]:
+        """Seconds of a round by (batch size, speculation), measured within `RECORD_DAYS`."""
+        now, lines = time.time(), []
+        with suppress(OSError, ValueError, RecursionError):
+            lines = json.loads(self._path.read_bytes()) if self._path else []
+        for line in lines if isinstance(lines, list) else ():
+            with suppress(TypeError, ValueError):
+                batch_size, block_size, drafter, is_alone, seconds, measured = line
+                is_valid = type(batch_size) is int and type(block_size) is int and type(is_alone) is bool
+                is_valid = is_valid and (drafter is None or type(drafter) is int) and isfinite(seconds) and seconds > 0
+                if is_valid and 0 <= now - measured < RECORD_DAYS * 86_400:
+                    key = batch_size, Speculation(block_size, drafter, is_alone)
+                    self._entries[key] = float(seconds), float(measured)
+        return {key: seconds for key, (seconds, _) in self._entries.items()}
+
+    def save(self, seconds: Seconds) -> None:
+        """Writes what was measured, where there is more of it than on record, or where it changed."""
+        if self._path is None:
+            return
+        changed = {
+            key: value
+            for key, value in seconds.items()
+            if key not in self._entries or abs(value / self._entries[key][0] - 1) > LEAST_CHANGE
+        }
+        if not changed:
+            return
+        self._entries |= {key: (value, time.time()) for key, value in changed.items()}
+        lines: list[list[Any]] = [[n, *speculation, *entry] for (n, speculation), entry in self._entries.items()]
+        with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
+            try:
+                json.dump(lines, file)
+                file.close()
+                Path(file.name).replace(self._path)
+            except OSError:
+                Path(file.name).unlink(missing_ok=True)
+
+
+NO_RECORD = CostRecord(None)

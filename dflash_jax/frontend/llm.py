@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
+from dflash_jax import __version__
 from dflash_jax.argument_checks import caller_names
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.compile_cache import enable_disk_cache
+from dflash_jax.engine.compile_cache import cache_directory, enable_disk_cache
 from dflash_jax.engine.config import BlockSize, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.engine import Engine
@@ -24,7 +25,7 @@ from dflash_jax.engine.host_copies import allow_pinned_memory, free_memory
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.replay import Follower, Leader
-from dflash_jax.engine.round_costs import RoundCosts, platform_named
+from dflash_jax.engine.round_costs import CostRecord, RoundCosts, platform_named, processors
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
@@ -254,7 +255,12 @@ class LLM(Generation):
                 rates[i] = drafter.config.acceptance_rates
             largest, is_stepped = min(self.largest_block, drafter.config.block_size), isinstance(drafter, Mtp)
             block_sizes.append(compiled_block_sizes(largest, self.block_size, is_stepped))
-        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates)
+        models = [(x.shape, x.dtype.name) for x in jax.tree.leaves((self.target, self.drafters))]
+        listed = [drafter.vocabulary and len(drafter.vocabulary.ids) for drafter in self.drafters]
+        device = jax.devices()[0].device_kind, processors(), self.backend, str(self.target.layout)
+        versions = __version__, jax.__version__
+        record = CostRecord(cache_directory(), versions, device, models, listed, self.draft_window)
+        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record)
 
     def new_engine(
         self,

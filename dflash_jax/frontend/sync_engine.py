@@ -117,7 +117,9 @@ class SyncEngine:
         self._router.send((event.request, event) for event in events)
 
     def leave(self, sequences: Sequence[TextSequence]) -> None:
-        """Ends delivery to sequences, and aborts those that have not ended."""
+        """Ends delivery to sequences, and aborts those that have not ended. Keeps what the engine has measured."""
+        if self.engine is not None:
+            self.engine.policy.keep()
         for sequence in sequences:
             if self._router.remove(sequence.request) and self.engine is not None:
                 self.engine.abort(sequence.request)

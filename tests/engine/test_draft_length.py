@@ -9,7 +9,8 @@ import pytest
 
 from dflash_jax.engine.acceptance import Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
-from dflash_jax.engine.draft_length import DraftLengthPolicy
+from dflash_jax.engine.draft_length import PLAIN_DISPATCHES, DraftLengthPolicy
+from dflash_jax.engine.round_costs import CostRecord
 from dflash_jax.models.families.dflash import equal_rates
 
 PLAIN, EIGHT, SIXTEEN = Speculation(1), Speculation(8), Speculation(16)
@@ -32,6 +33,13 @@ def yielded(rng: random.Random, rate, block_size: int) -> int:
 def record(rate: float, block_size: int = 16) -> list[float]:
     """Of a drafter whose drafts are accepted at this rate at all places."""
     return [rate**i for i in range(1, block_size)]
+
+
+def on_record(costs: dict[Speculation, float]) -> CostRecord:
+    """Costs that an earlier process has measured, of one sequence."""
+    record = CostRecord(None)
+    record.load = lambda: {(1, spec): seconds for spec, seconds in costs.items()}
+    return record
 
 
 def simulate(costs: dict[Speculation, float], rate, batch_size: int, seconds: float, **options):
@@ -107,23 +115,24 @@ def test_block_sizes_that_cannot_win_are_not_tried():
     assert spent[EIGHT] + spent[SIXTEEN] < 0.2
 
 
-def test_block_sizes_that_are_not_compiled_wait():
-    policy, acceptances = DraftLengthPolicy(ROUNDS), [Acceptances()]
-    compiled = {(1, PLAIN)}
+@pytest.mark.parametrize(("eight", "sixteen", "first"), [(1.5, 1.6, EIGHT), (9.0, 20.0, EIGHT), (3.0, 3.0, SIXTEEN)])
+def test_plain_decoding_comes_first_then_one_block_size_at_once_and_others_wait(eight, sixteen, first):
+    """Whatever is predicted."""
+    costs = {PLAIN: 1.0, EIGHT: eight, SIXTEEN: sixteen}
+    policy, acceptances, compiled, used = DraftLengthPolicy(ROUNDS, lambda n, b: costs[b]), [Acceptances()], set(), []
+    while len(compiled) < 3:
+        spec = policy.choose(1, acceptances, (PLAIN, EIGHT, SIXTEEN), lambda *key: key in compiled, patience=3.0)
+        compiled.add((1, spec))
+        used.append(spec)
+        policy.observe_seconds(1, spec, 0.1)
+    assert used[:4] == [PLAIN, PLAIN, first, first]
+    assert 28 < len(used) < 32
 
-    def choose():
-        return policy.choose(1, acceptances, (PLAIN, EIGHT), lambda *key: key in compiled, patience=3.0)
 
-    for _ in range(29):
-        assert choose() == PLAIN
-        policy.observe_seconds(1, PLAIN, 0.1)
-    policy.observe_seconds(1, PLAIN, 0.3)
-    assert choose() == EIGHT
-
-
-def test_the_first_choice_follows_the_record_and_the_predicted_costs():
+def test_the_first_choice_follows_what_is_on_record():
     def first(rate, costs):
-        return DraftLengthPolicy(ROUNDS, lambda n, b: costs[b], {0: record(rate)}).choose(1, [Acceptances()])
+        policy = DraftLengthPolicy(ROUNDS, rates={0: record(rate)}, record=on_record(costs))
+        return policy.choose(1, [Acceptances()])
 
     assert first(0.9, ACCELERATOR) == SIXTEEN
     assert first(0.2, ACCELERATOR) == PLAIN
@@ -376,9 +385,8 @@ def test_a_record_by_place_is_right_from_the_first_round():
     by_place = list(accumulate(FALLING, mul))
 
     def first(rates) -> Speculation:
-        return DraftLengthPolicy(speculations_of((4, 8, 16)), lambda n, spec: costs[spec], {0: rates}).choose(
-            1, [Acceptances()]
-        )
+        policy = DraftLengthPolicy(speculations_of((4, 8, 16)), rates={0: rates}, record=on_record(costs))
+        return policy.choose(1, [Acceptances()])
 
     assert first(by_place) == Speculation(4)
     assert first(OF_EQUAL_LENGTH) == PLAIN
@@ -455,3 +463,12 @@ def test_short_dispatches_make_rounds_hardly_dearer():
         for seconds, rounds in ((1.1e-3, 8), (1.1e-3, 8), (1.1e-3, 8), (1e-3, 32)):
             policy.observe_seconds(1, EIGHT, seconds, rounds)
     assert 1e-3 < policy.seconds[1, EIGHT] < 1.04e-3
+
+
+def test_where_nothing_can_be_measured_predictions_decide_after_a_while():
+    """As beside prompts that are prefilled in every step."""
+    costs = {PLAIN: 1.0, EIGHT: 1.5}
+    policy = DraftLengthPolicy((PLAIN, EIGHT), lambda n, spec: costs[spec])
+    chosen = [policy.choose(4, [Acceptances()] * 4) for _ in range(PLAIN_DISPATCHES + 5)]
+    assert chosen == [PLAIN] * PLAIN_DISPATCHES + [EIGHT] * 5
+    assert policy.choose(1, [Acceptances()]) == PLAIN

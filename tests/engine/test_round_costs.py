@@ -1,12 +1,16 @@
 """Predicted costs of rounds: what must hold for any pair, and two pairs that were measured."""
 
+import json
+import time
+
 import jax.numpy as jnp
 import pytest
 
 from dflash_jax.cli.ops import backend_for
+from dflash_jax.engine import round_costs
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
-from dflash_jax.engine.round_costs import Platform, RoundCosts, platform_named
+from dflash_jax.engine.round_costs import CostRecord, Platform, RoundCosts, platform_named
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.planner import abstract_pair, read_shapes
 from tests import tiny
@@ -84,3 +88,83 @@ def test_qwen_on_an_h200_is_as_measured():
     assert costs(32, Speculation(1)) / plain == pytest.approx(15.1 / 2.85, rel=0.1)
     # A drafter without a record drafts at once.
     assert DraftLengthPolicy(speculations_of((8, 16)), costs).why_plain(1) is None
+
+
+ROUNDS = speculations_of((4, 8, 16), (8,))
+MEASURED = {(1, NO_DRAFTER): 0.001, (1, Speculation(4)): 0.002, (4, Speculation(8, 1, True)): 0.01}
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.setattr(round_costs, "RECORD_DAYS", 7)
+
+
+@pytest.mark.usefixtures("kept")
+def test_costs_of_one_process_are_those_that_the_next_one_begins_with(tmp_path):
+    CostRecord(tmp_path, "models", (1, 2)).save(MEASURED)
+    assert CostRecord(tmp_path, "models", (1, 2)).load() == MEASURED
+    assert CostRecord(tmp_path, "models", (1, 3)).load() == {}
+    policy = DraftLengthPolicy(ROUNDS, record=CostRecord(tmp_path, "models", (1, 2)))
+    assert policy.seconds == MEASURED
+    assert policy.is_measured(1, Speculation(4))
+    for _ in range(3):
+        policy.observe_seconds(1, Speculation(4), 0.004)
+        policy.observe_seconds(1, Speculation(16), 0.02)
+    policy.observe_seconds(2, NO_DRAFTER, 0.001)
+    policy.keep()
+    # What ran once is no measurement.
+    found = CostRecord(tmp_path, "models", (1, 2)).load()
+    assert found == {key: policy.seconds[key] for key in (*MEASURED, (1, Speculation(16)))}
+    assert found[1, Speculation(4)] > 0.002
+
+
+@pytest.mark.usefixtures("kept")
+def test_costs_are_written_where_they_changed_and_forgotten_after_a_week(tmp_path, monkeypatch):
+    record = CostRecord(tmp_path)
+    record.save(MEASURED)
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_ino
+    record.save({key: 1.05 * seconds for key, seconds in MEASURED.items()})
+    assert path.stat().st_ino == before
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 5 * 86_400)
+    record.save({**MEASURED, (1, NO_DRAFTER): 0.003})
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
+    assert CostRecord(tmp_path).load() == {(1, NO_DRAFTER): 0.003}
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"{}",
+        b"3",
+        b"[[[[",
+        b"[" * 10**6,
+        b"[1, null, [], [1, 2, 3], [1, 4, 0, false, NaN, 1e9], [1, 4, 0, false, 1e999, 1e9]]",
+        b'[[1, 4, 0, false, -1, 0], ["1", 4, 0, false, 1, 0], [1, 4, 0, false, 1, 1e99], [1, 4, [], false, 1, 0]]',
+    ],
+)
+def test_a_file_that_is_no_record_has_no_costs_and_is_replaced(tmp_path, content):
+    CostRecord(tmp_path).save(MEASURED)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(content)
+    record = CostRecord(tmp_path)
+    assert record.load() == {}
+    record.save(MEASURED)
+    assert CostRecord(tmp_path).load() == MEASURED
+
+
+def test_costs_that_cannot_be_kept_are_left_out(tmp_path):
+    for directory in (None, tmp_path / "absent", tmp_path / "file"):
+        (tmp_path / "file").touch()
+        record = CostRecord(directory)
+        record.save(MEASURED)
+        assert CostRecord(directory).load() == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "directory").mkdir()
+    CostRecord(tmp_path / "directory").save(MEASURED)
+    assert json.loads(next((tmp_path / "directory").iterdir()).read_text())
