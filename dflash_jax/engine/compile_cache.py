@@ -36,6 +36,13 @@ def enable_disk_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def cache_directory() -> Path | None:
+    """The directory of compiled programs on this machine; None where none are kept."""
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    is_kept = jax.config.values["jax_enable_compilation_cache"] and directory is not None and "://" not in directory
+    return Path(directory) if is_kept else None
+
+
 @cache
 def _why_unwritable(directory: Path) -> str | None:
     """The reason why programs cannot be written to ``directory``, or None."""
