@@ -39,8 +39,9 @@ def enable_disk_cache() -> None:
 def cache_directory() -> Path | None:
     """The directory of compiled programs on this machine; None where none are kept."""
     directory = jax.config.values["jax_compilation_cache_dir"]
-    is_kept = jax.config.values["jax_enable_compilation_cache"] and directory is not None and "://" not in directory
-    return Path(directory) if is_kept else None
+    if directory is None or "://" in directory or not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    return Path(directory)
 
 
 @cache
