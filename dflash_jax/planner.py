@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_jax.engine.config import PREFILL_BYTES, largest_prefill
-from dflash_jax.engine.model_size import Weights, parts_of, weigh
+from dflash_jax.engine.model_size import Weights, weigh
 
 if TYPE_CHECKING:
     from dflash_jax.models.config import DraftConfig, ModelConfig
@@ -83,12 +83,13 @@ def measure_slot(
     from dflash_jax.decoding.state import DecodeState, Settings, empty_state, is_kv_cache, state_specs
     from dflash_jax.models.drafting import DraftWindow
     from dflash_jax.ops.cache import PAGE_SIZE, DeltaState, window_pages
+    from dflash_jax.parallel.sharding import parts_of
 
     settings = Settings(draft_window=DraftWindow(draft_window_size))
 
     def size(tree, specs) -> float:
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
-        return sum(math.prod(x.shape) * x.dtype.itemsize / parts_of(layout, s) * layout.data for x, s in leaves)
+        return sum(math.prod(x.shape) * x.dtype.itemsize / parts_of(layout.sizes, s) * layout.data for x, s in leaves)
 
     def shapes(length: int, pages: tuple[int, int]) -> DecodeState:
         return jax.eval_shape(partial(empty_state, target, drafter, layout.data, length, settings, pages))
@@ -131,14 +132,18 @@ class Shapes:
     Attributes:
         target: The target's config.
         draft: The drafter's config; None without a drafter.
-        fp8: Whether the target's checkpoint is in FP8.
+        block: Rows and columns of a block of the target's FP8 scales; None where its checkpoint is not in FP8.
         language_model_only: Whether the target's vision tower is left out.
     """
 
     target: "ModelConfig"
     draft: "DraftConfig | MtpConfig | None"
-    fp8: bool
+    block: tuple[int, int] | None
     language_model_only: bool = False
+
+    def is_quantized(self, quantize: str | None) -> bool:
+        """Whether a loader gives the target's large matrices in eight bits; ``quantize`` as `load_target` takes it."""
+        return quantize in ("int8", "fp8") or (self.block is not None and quantize is None)
 
 
 def read_shapes(target: str, draft: str | None) -> Shapes:
@@ -147,17 +152,21 @@ def read_shapes(target: str, draft: str | None) -> Shapes:
     Args:
         target: The target's.
         draft: The drafter's, or a target's for its MTP head; None without a drafter.
+
+    Raises:
+        InputError: A loader would refuse the configs: unknown or unfit models, or a quantisation that is not read.
     """
+    from dflash_jax.checkpoint import fp8
     from dflash_jax.checkpoint.config_files import read_config_file
     from dflash_jax.models import families
 
     raw, config = read_config_file(Path(target), families.read_target)
     drafter = None
     if draft is not None:
-        drafter = read_config_file(Path(draft), families.read_drafter)[1]
+        draft_raw, drafter = read_config_file(Path(draft), families.read_drafter)
         drafter.check_fits(config)
-    quantized = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
-    return Shapes(config, drafter, bool(quantized))
+        fp8.read_block(draft_raw, Path(draft))
+    return Shapes(config, drafter, fp8.read_block(raw, Path(target)))
 
 
 @lru_cache(maxsize=64)
@@ -179,7 +188,7 @@ def abstract_pair(
         shapes: The configs of the pair.
         layout: The mesh.
         dtype: Dtype of the weights that are not quantized.
-        quantize: None: FP8 as the checkpoint is; "int8" or "fp8": quantized as a loader would.
+        quantize: As `load_target` takes it. All large matrices of an FP8 checkpoint are taken to be in FP8.
         backend: The backend of the device.
     """
     from dflash_jax.models.decoder import abstract_decoder
@@ -188,21 +197,31 @@ def abstract_pair(
 
     target = abstract_decoder(shapes.target, dtype, layout, backend)
     drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
-    if quantize is None and not shapes.fp8:
+    if not shapes.is_quantized(quantize):
         return target, drafter
+    # A head is part of the target's checkpoint, and in as many bits.
     if isinstance(shapes.draft, MtpConfig):
-        drafter = _in_eight_bits(drafter, layout, quantize)
-    return _in_eight_bits(target, layout, quantize), drafter
+        drafter = _in_eight_bits(drafter, layout, quantize, shapes.block)
+    return _in_eight_bits(target, layout, quantize, shapes.block), drafter
 
 
-def _in_eight_bits(module, layout: "Layout", quantize: str | None):
-    """An abstract module with its large matrices in eight bits; arguments as of `abstract_pair`."""
+def _in_eight_bits(module, layout: "Layout", quantize: str | None, block: tuple[int, int] | None):
+    """An abstract module with its large matrices in eight bits, in FP8 with scales of ``block`` where that is given."""
     import jax
     import jax.numpy as jnp
 
+    from dflash_jax.checkpoint import fp8
     from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.ops.weights import QuantizedWeight
-    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
+    from dflash_jax.ops.weights import quantize as quantize_array
+    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
+
+    def in_eight_bits(leaf) -> QuantizedWeight:
+        if block is None:
+            return jax.eval_shape(partial(quantize_array, kind=quantize), leaf)
+        # Scales of published checkpoints are bfloat16.
+        runs = (*leaf.shape[:-1], fp8.runs(leaf.shape[-1], block))
+        return QuantizedWeight(*map(jax.ShapeDtypeStruct, (leaf.shape, runs), (jnp.float8_e4m3fn, jnp.bfloat16)))
 
     leaves, structure = jax.tree.flatten(module)
     weights = []
@@ -210,21 +229,14 @@ def _in_eight_bits(module, layout: "Layout", quantize: str | None):
         if path.rsplit(".", 1)[-1] not in QUANTIZED:
             weights.append(leaf)
             continue
-        last = spec[leaf.ndim - 1] if len(spec) == leaf.ndim else None
-        parts = 1
-        for axis in last or ():
-            parts *= layout.sizes[axis]
-        per_part = leaf.shape[-1] // parts
-        runs = parts if quantize in ("int8", "fp8") else parts * -(-per_part // 128)
-        kind = jnp.int8 if quantize == "int8" else jnp.float8_e4m3fn
-        scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], runs), jnp.float32 if quantize else jnp.bfloat16)
-        weights.append(jax.eval_shape(QuantizedWeight, jax.ShapeDtypeStruct(leaf.shape, kind), scale))
+        parts = parts_of(layout.sizes, spec, leaf.ndim - 1)
+        weights.append(jax.eval_shape(partial(QuantizedWeight.spread, parts=parts), in_eight_bits(leaf)))
     return jax.tree.unflatten(structure, weights)
 
 
 @lru_cache(maxsize=64)
 def _measure(
-    shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str], draft_window_size: int | None
+    shapes: Shapes, layout: "Layout", dtype, quantize: str | None, draft_window_size: int | None
 ) -> tuple[Weights, Weights | None, Slot, float]:
     """What plans for several devices or lengths share.
 
@@ -232,20 +244,15 @@ def _measure(
         The target's weights, the drafter's, a slot, and bytes of a slot's `deferred_features`.
     """
     from dflash_jax.decoding.speculative import deferred_features
-    from dflash_jax.models.decoder import abstract_decoder
-    from dflash_jax.models.drafters import abstract_drafter
-    from dflash_jax.models.mtp_config import MtpConfig
+    from dflash_jax.ops.backend import XLA
 
-    target = abstract_decoder(shapes.target, dtype, layout)
-    drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None
-    # A head is part of the target's checkpoint, and in as many bits.
-    draft_eight = eight if isinstance(shapes.draft, MtpConfig) else frozenset()
-    draft_weights = weigh(drafter, layout, draft_eight) if drafter else None
+    target, drafter = abstract_pair(shapes, layout, dtype, quantize, XLA)
+    draft_weights = weigh(drafter, layout) if drafter else None
     # Of several drafters other rounds keep more; a plan has one.
     kept = deferred_features(target, drafter, 1, 1)
     deferred = 0.0 if kept is None else math.prod(kept.shape) * kept.dtype.itemsize
     slot = measure_slot(target, drafter, layout, draft_window_size)
-    return weigh(target, layout, eight), draft_weights, slot, deferred
+    return weigh(target, layout), draft_weights, slot, deferred
 
 
 def make_plan(
@@ -274,7 +281,7 @@ def make_plan(
         context: Tokens in the caches of each slot, for the tokens a second.
         acceptance_length: Tokens that a round yields, for the tokens a second.
         block: Block size of a round.
-        quantize: As `abstract_pair` takes it; "none" keeps an FP8 checkpoint in ``dtype``.
+        quantize: As `load_target` takes it.
         draft_window_size: The last positions that the drafter sees; None: as its layers do.
 
     Returns:
@@ -282,14 +289,17 @@ def make_plan(
         fit, and ``sequences`` those of ``context`` tokens, which may grow to as many. ``floor_tokens_per_s`` and
         ``floor_tokens_per_s_autoregressive`` are the tokens a second at most, drafted and plain: a round takes no less
         than the time to read its weights and caches. They are None for a device whose bandwidth is not known.
+
+    Raises:
+        InputError: A loader would refuse the mesh for these configs, or ``quantize``.
     """
     import jax.numpy as jnp
 
-    from dflash_jax.checkpoint.parameters import QUANTIZED
+    from dflash_jax.checkpoint.parameters import check_quantize
     from dflash_jax.engine.vision_encoder import workspace
 
-    eight = frozenset(QUANTIZED) if quantize in ("int8", "fp8") or (shapes.fp8 and quantize != "none") else frozenset()
-    weights, draft_weights, slot, deferred = _measure(shapes, layout, dtype, eight, draft_window_size)
+    check_quantize(quantize)
+    weights, draft_weights, slot, deferred = _measure(shapes, layout, dtype, quantize, draft_window_size)
     drafting = draft_weights.total if draft_weights else 0.0
     vision_count = vision_parameters(shapes.target)
     # Every device has all of the tower.

@@ -18,12 +18,15 @@ from dflash_jax.models.families.reading import LIMIT, shown
 SUFFIX = "_scale_inv"
 
 
-def read_block(quantization, directory: Path) -> tuple[int, int]:
-    """The block size (rows, columns) of a ``quantization_config``.
+def read_block(raw: dict, directory: Path) -> tuple[int, int] | None:
+    """The block size (rows, columns) of a ``config.json``; None where nothing is quantized.
 
     Raises:
-        InputError: The checkpoint is not FP8 in blocks.
+        InputError: The checkpoint is quantized, and not FP8 in blocks.
     """
+    quantization = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
+    if not quantization:
+        return None
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise InputError(f"{directory} is quantized by {shown(kind)}: only fp8 in blocks is read here")
@@ -68,20 +71,15 @@ def disk_scales(entry: Entry, factors: np.ndarray, block: tuple[int, int]):
         yield tensor.name + SUFFIX, np.ascontiguousarray(part[..., :: block[0], :: max(1, block[1] // run)])
 
 
-def read_scale(entry: Entry, files: Tensors, block: tuple[int, int], parts: int) -> np.ndarray:
-    """The factors of a parameter, one for each run of its last axis.
+def runs(inputs: int, block: tuple[int, int]) -> int:
+    """The number of scales of an output of so many inputs: equal runs, each within one block, as long as can be."""
+    return inputs // math.gcd(block[1], inputs)
 
-    Args:
-        entry: The parameter.
-        files: The checkpoint.
-        block: Rows and columns of a block.
-        parts: Shards of the last axis. A run lies within one block and one shard.
 
-    Returns:
-        [..., last axis / run length].
-    """
-    last = entry.shape[-1]
-    run = math.gcd(block[1], last // parts)
+def read_scale(entry: Entry, files: Tensors, block: tuple[int, int]) -> np.ndarray:
+    """The factors of a parameter, one for each of the `runs` of its last axis: [..., runs]."""
+    count = runs(entry.shape[-1], block)
+    run = entry.shape[-1] // count
 
     def spread(tensor: Tensor) -> np.ndarray:
         rows, columns = tensor.shape[-2:]
@@ -89,4 +87,4 @@ def read_scale(entry: Entry, files: Tensors, block: tuple[int, int], parts: int)
         factors = np.repeat(factors, block[0], axis=-2)[..., :rows, :]
         return np.repeat(factors, block[1] // run, axis=-1)[..., : columns // run]
 
-    return entry.read([spread(t) for t in entry.tensors], last // run)
+    return entry.read([spread(t) for t in entry.tensors], count)

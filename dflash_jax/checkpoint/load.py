@@ -13,7 +13,7 @@ from dflash_jax import progress
 from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, Tensors, write_tensors
-from dflash_jax.checkpoint.parameters import QUANTIZE, C, Source, read_parameter
+from dflash_jax.checkpoint.parameters import C, Source, check_quantize, read_parameter, spread
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
@@ -39,7 +39,7 @@ def _open(
     Raises:
         InputError: Tensors are missing, unexpected or of a wrong shape; its second argument is the list of all of them.
     """
-    block = _block(raw, directory)
+    block = fp8.read_block(raw, directory)
     expected = {t.name: t.shape for e in entries for t in e.tensors}
     if block:
         expected |= {t.name: t.shape for t in fp8.scales(entries, files, block)}
@@ -76,14 +76,10 @@ def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = N
         for path, leaf, spec, size in zip(parameter_paths(module), leaves, parameter_specs(module), sizes, strict=True):
             if by_path[path].shape != leaf.shape:
                 raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
-            arrays.append(read_parameter(by_path[path], source, dtype, quantize, NamedSharding(mesh, spec)))
+            sharding = NamedSharding(mesh, spec)
+            arrays.append(spread(read_parameter(by_path[path], source, dtype, quantize, sharding), sharding))
             bar.update(size)
     return jax.tree.unflatten(structure, arrays)
-
-
-def _block(raw: dict, directory: Path) -> tuple[int, int] | None:
-    quantization = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
-    return fp8.read_block(quantization, directory) if quantization else None
 
 
 def read_target_config(directory: Path) -> ModelConfig:
@@ -154,8 +150,7 @@ def load_target(
         InputError: The checkpoint is invalid, or ``quantize`` is unknown.
     """
     backend = backend or Backend.detect()
-    if quantize not in (None, *QUANTIZE):
-        raise InputError(f"quantize {quantize!r}: it must be one of {', '.join(QUANTIZE)}")
+    check_quantize(quantize)
     directory = Path(directory)
     if orbax.is_orbax(directory):
         module = abstract_decoder(read_target_config(directory), dtype, layout, backend)

@@ -1,9 +1,10 @@
 """Checkpoints as sharded Orbax, written a parameter at a time and resumable.
 
-A directory holds ``parameters/PATH`` for each parameter (values and scale of a `QuantizedWeight`), ``extra/NAME`` for
-each tensor that the text model does not run, those of a vision tower among them, ``records/`` of what is written and
-verified, and unchanged copies of config, tokenizer and chat template. ``manifest.json`` comes last: a directory without
-it is an unfinished conversion and is refused.
+A directory holds ``parameters/PATH`` for each parameter (values and scale of a `QuantizedWeight`; the scales are those
+of `parameters.finished`, so that every mesh reads them), ``extra/NAME`` for each tensor that the text model does not
+run, those of a vision tower among them, ``records/`` of what is written and verified, and unchanged copies of config,
+tokenizer and chat template. ``manifest.json`` comes last: a directory without it is an unfinished conversion and is
+refused.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import Tensors, write_json
-from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
+from dflash_jax.checkpoint.parameters import Source, array_shardings, finished, read_parameter, spread
 from dflash_jax.errors import InputError
 from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
@@ -272,6 +273,6 @@ def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
             raise InputError(f"{directory} does not fit its config.json: {path} has shape {shape}, not {leaf.shape}")
         sharding = NamedSharding(mesh, spec)
         where, names = (directory / "parameters" / path).absolute(), list(record["arrays"])
-        arrays = read_arrays(where, names, dict.fromkeys(names, sharding))
-        parameters.append(finished(arrays, dtype, path, quantize, sharding))
+        arrays = read_arrays(where, names, array_shardings(names, sharding, leaf.ndim))
+        parameters.append(spread(finished(arrays, dtype, path, quantize, sharding), sharding))
     return jax.tree.unflatten(structure, parameters)

@@ -1,25 +1,32 @@
 """One parameter from its tensors on disk to its devices."""
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.checkpoint import fp8
 from dflash_jax.checkpoint.files import Tensors
+from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.families.names import Entry
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
-from dflash_jax.parallel.sharding import place
+from dflash_jax.parallel.sharding import parts_of, place
 
 QUANTIZE = ("none", "int8", "fp8")
 # Parameters that loading quantizes: the large matrices.
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
+
+
+def check_quantize(quantize: str | None) -> None:
+    """Raises InputError for a form of weights that loading does not know."""
+    if quantize not in (None, *QUANTIZE):
+        raise InputError(f"quantize {quantize!r}: it must be one of {', '.join(QUANTIZE)}")
 
 
 C = TypeVar("C", ModelConfig, DraftConfig, MtpConfig, VisionConfig)
@@ -55,50 +62,70 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
         sharding: The parameter's sharding.
 
     Returns:
-        An array or a `QuantizedWeight`.
+        What `finished` returns.
     """
     files = source.files
-    arrays = {"array": entry.read([files.read(t.name) for t in entry.tensors])}
+    array = entry.read([files.read(t.name) for t in entry.tensors])
     if source.block and fp8.is_scaled(entry, files):
-        scale = fp8.read_scale(entry, files, source.block, _parts(sharding, len(entry.shape)))
-        arrays = {"values": arrays["array"], "scale": scale}
-        if quantize == "none":
-            arrays = {"array": _multiplied(**arrays)}
-    if dtype is not None and "array" in arrays:
-        arrays["array"] = arrays["array"].astype(dtype, copy=False)
-    return finished({k: place(x, sharding) for k, x in arrays.items()}, dtype, entry.path, quantize, sharding)
+        arrays = {"values": array, "scale": fp8.read_scale(entry, files, source.block)}
+    else:
+        arrays = {"array": array if dtype is None else array.astype(dtype, copy=False)}
+    shardings = array_shardings(arrays, sharding, len(entry.shape))
+    placed = {name: place(array, shardings[name]) for name, array in arrays.items()}
+    return finished(placed, dtype, entry.path, quantize, sharding)
+
+
+def array_shardings(names: Iterable[str], sharding: NamedSharding, ndim: int) -> dict[str, NamedSharding]:
+    """The shardings of a parameter's arrays as a checkpoint has them.
+
+    Args:
+        names: "array", or "values" and "scale".
+        sharding: The parameter's sharding.
+        ndim: How many axes the parameter has.
+    """
+    # Runs of the last axis belong to the checkpoint, and need not divide as the values do.
+    of_scale = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: ndim - 1]))
+    return {name: of_scale if name == "scale" else sharding for name in names}
 
 
 def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | None, sharding: NamedSharding):
     """A parameter in the requested form.
 
     Args:
-        arrays: Its arrays on the devices: "array", or "values" and "scale".
+        arrays: Its arrays, placed as `array_shardings` says.
         dtype: Dtype of a result that is not quantized; None keeps it.
         path: The parameter's path.
         quantize: As in `load.load_target`.
         sharding: The parameter's sharding.
+
+    Returns:
+        An array, or a `QuantizedWeight` whose scales are the checkpoint's, or one for each row: the same on every mesh.
     """
     if "values" in arrays:
-        scaled = QuantizedWeight(arrays["values"], arrays["scale"])
-        return (
-            scaled
-            if quantize != "none"
-            else jax.jit(QuantizedWeight.dense, static_argnums=1, out_shardings=sharding)(scaled, dtype)
-        )
+        weight = QuantizedWeight(**arrays)
+        if quantize != "none":
+            return weight
+        dense = jax.jit(_multiplied, static_argnums=1, out_shardings=sharding)
+        return dense(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
     array = arrays["array"] if dtype is None else arrays["array"].astype(dtype)
     if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:
-        runs = _parts(sharding, array.ndim)
-        return jax.jit(quantize_array, static_argnums=(1, 2), out_shardings=sharding)(array, quantize, runs)
+        shardings = QuantizedWeight(**array_shardings(("values", "scale"), sharding, array.ndim))
+        return jax.jit(quantize_array, static_argnums=1, out_shardings=shardings)(array, quantize)
     return array
 
 
-def _parts(sharding: NamedSharding, ndim: int) -> int:
-    """Shards of the last axis."""
-    last = sharding.spec[ndim - 1] if len(sharding.spec) == ndim else None
-    return math.prod(sharding.mesh.shape[axis] for axis in last or ())
+def spread(weight: jax.Array | QuantizedWeight, sharding: NamedSharding) -> jax.Array | QuantizedWeight:
+    """A parameter of `finished`, each device with all scales of its part."""
+    parts = parts_of(sharding.mesh.shape, sharding.spec, weight.ndim - 1)
+    if not isinstance(weight, QuantizedWeight) or parts == 1:
+        return weight
+    scale = jax.jit(_scale_of_parts, static_argnums=1, out_shardings=sharding)(weight, parts)
+    return QuantizedWeight(weight.values, scale)
 
 
-def _multiplied(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    runs = values.astype(np.float32).reshape(*scale.shape, -1) * scale.astype(np.float32)[..., None]
-    return runs.reshape(values.shape)
+def _scale_of_parts(weight: QuantizedWeight, parts: int) -> jax.Array:
+    return weight.spread(parts).scale
+
+
+def _multiplied(weight: QuantizedWeight, dtype) -> jax.Array:
+    return weight.dense(jnp.float32).astype(dtype)

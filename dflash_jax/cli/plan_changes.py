@@ -100,7 +100,7 @@ def on_more_devices(request: Request) -> Change | None:
 
 def in_eight_bits(request: Request) -> Change | None:
     """FP8 for the target's large matrices; None where they have eight bits."""
-    if request.quantize in ("int8", "fp8") or (request.shapes.fp8 and request.quantize is None):
+    if request.shapes.is_quantized(request.quantize):
         return None
     return Change("FP8", ("--quantize", "fp8"), replace(request, quantize="fp8"))
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
-
     from dflash_jax.models.decoder import Decoder
     from dflash_jax.models.drafter import Drafter
     from dflash_jax.models.mtp import Mtp
@@ -49,24 +47,12 @@ class Weights:
         return self.total - self.lookup - self.local_experts * self.expert + touched * share * self.expert
 
 
-def parts_of(layout: "Layout", spec: "PartitionSpec") -> int:
-    """Number of parts that a PartitionSpec cuts an array into."""
-    axes = [a for cut in spec if cut for a in ((cut,) if isinstance(cut, str) else cut)]
-    return math.prod(layout.sizes[a] for a in axes)
-
-
-def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout", eight_bits: frozenset[str]) -> Weights:
-    """Sums up the weights of a model.
-
-    Args:
-        module: The model with shapes for arrays, in its dtype.
-        layout: The mesh.
-        eight_bits: Last names of the parameters that are stored as eight bits and scales.
-    """
+def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout") -> Weights:
+    """Sums up the weights of a model, with arrays or shapes, on a mesh."""
     import jax
 
     from dflash_jax.models.config import MoeSpec
-    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
+    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
 
     ffns = [getattr(layer, "ffn", None) for layer in module.config.layers]
     moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
@@ -74,13 +60,12 @@ def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout", eight_bits: froze
     sums = dict.fromkeys(("count", "total", "expert", "lookup", "head", "context"), 0.0)
     replicated: dict[str, float] = {}
     for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
+        if not path.endswith(".scale"):
+            sums["count"] += math.prod(leaf.shape)
         # Of a weight in few bits: the parameter's name, not that of its values or scales.
-        name = path.removesuffix(".values").removesuffix(".scale").removesuffix(".panels").rsplit(".", 1)[-1]
-        size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout, spec)
-        if name in eight_bits:
-            # A bfloat16 scale for each 128 inputs of an output.
-            size = math.prod(leaf.shape) + 2 * math.prod(leaf.shape[:-1]) * math.ceil(leaf.shape[-1] / 128)
-        sums["count"] += math.prod(leaf.shape)
+        path = path.removesuffix(".values").removesuffix(".scale").removesuffix(".panels")
+        name = path.rsplit(".", 1)[-1]
+        size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout.sizes, spec)
         sums["total"] += size / parts
         if experts and leaf.shape[0] == experts and name in ("gate_up", "down"):
             sums["expert"] += size / experts / (parts / layout.parts(layout.experts(experts)))

@@ -75,8 +75,8 @@ class RoundCosts:
 
     def __init__(self, target: "Decoder", drafters: "Sequence[Drafter | Mtp]", platform: Platform):
         self._platform, self._parts = platform, target.layout.tensor * target.layout.expert
-        self._target, self._target_layers = weigh(target, target.layout, frozenset()), len(target.config.layers)
-        self._weights = [weigh(drafter, target.layout, frozenset()) for drafter in drafters]
+        self._target, self._target_layers = weigh(target, target.layout), len(target.config.layers)
+        self._weights = [weigh(drafter, target.layout) for drafter in drafters]
         self._configs = [drafter.config for drafter in drafters]
         listed = [drafter.vocabulary for drafter in drafters]
         shares = [1.0 if v is None else len(v.ids) / target.config.vocab_size for v in listed]

@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
 from typing import Any, TypeAlias
@@ -55,6 +55,16 @@ class QuantizedWeight:
         """Reshapes leading axes; the last axis stays, or takes in those before it."""
         values = self.values.reshape(shape)
         return QuantizedWeight(values, self.scale.reshape(*values.shape[:-1], -1))
+
+    def spread(self, parts: int) -> "QuantizedWeight":
+        """The same weight with a scale for each run in each of ``parts`` equal parts of the last axis.
+
+        A run that reaches into several parts becomes shorter ones with copies of its scale, so that a device which
+        holds one part has all of its scales.
+        """
+        size = self.shape[-1]
+        run = size // self.scale.shape[-1]
+        return replace(self, scale=self.scale.repeat(run // math.gcd(run, size // parts), axis=-1))
 
     def dense(self, dtype: DTypeLike) -> Array:
         """The weight as an array in ``dtype``: elementwise, so that it fuses into its consumer."""

@@ -12,7 +12,7 @@ and values are cut over the factors that are left (decode context parallelism, a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -279,6 +279,20 @@ def parameter_paths(module, is_leaf: Callable | None = None) -> list[str]:
 def spec(*cuts: AxisSharding | str | None) -> PartitionSpec:
     """Leading dimensions' cuts (None: whole) → PartitionSpec."""
     return PartitionSpec(*(c.axes or None if isinstance(c, AxisSharding) else c for c in cuts))
+
+
+def parts_of(sizes: Mapping[str, int], spec: PartitionSpec, dimension: int | None = None) -> int:
+    """Number of parts into which a PartitionSpec cuts an array, or one dimension of it.
+
+    Args:
+        sizes: Mesh axis → size, of a `Layout` or of a mesh (``mesh.shape``).
+        spec: The PartitionSpec.
+        dimension: The dimension; None: all of them.
+    """
+    cuts = tuple(spec) if dimension is None else tuple(spec)[dimension : dimension + 1]
+    # JAX stores a tuple of one axis as that axis's name.
+    axes = [axis for cut in cuts if cut for axis in ((cut,) if isinstance(cut, str) else cut)]
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def parameter_attribute(module, what: str, default, is_leaf: Callable | None = None):

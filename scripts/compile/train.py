@@ -61,7 +61,7 @@ def flops_a_token(shapes, config) -> tuple[float, float]:
     from dflash_jax.parallel.sharding import ONE_DEVICE
 
     def weigh(module):
-        return planner.weigh(module, ONE_DEVICE, frozenset())
+        return planner.weigh(module, ONE_DEVICE)
 
     target = weigh(abstract_decoder(shapes.target, jnp.bfloat16))
     drafter, head = (

@@ -221,8 +221,8 @@ class Bench:
     def __init__(self, pair: Pair, bandwidth: float):
         self.programs, self.pair, self.bandwidth = Executables(pair.target, pair.drafter), pair, bandwidth
         self.layout = pair.target.layout
-        self.weights = weigh(pair.target, self.layout, frozenset())
-        self.drafts = weigh(pair.drafter, self.layout, frozenset())
+        self.weights = weigh(pair.target, self.layout)
+        self.drafts = weigh(pair.drafter, self.layout)
         self.head = self.weights.head if pair.drafter.vocabulary is None else 0.0
         self.slot = measure_slot(pair.target, pair.drafter, self.layout)
 
