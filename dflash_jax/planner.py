@@ -133,17 +133,15 @@ class Shapes:
         target: The target's config.
         draft: The drafter's config; None without a drafter.
         block: Rows and columns of a block of the target's FP8 scales; None where its checkpoint is not in FP8.
+        draft_block: Likewise, of the drafter's checkpoint.
         language_model_only: Whether the target's vision tower is left out.
     """
 
     target: "ModelConfig"
     draft: "DraftConfig | MtpConfig | None"
     block: tuple[int, int] | None
+    draft_block: tuple[int, int] | None = None
     language_model_only: bool = False
-
-    def is_quantized(self, quantize: str | None) -> bool:
-        """Whether a loader gives the target's large matrices in eight bits; ``quantize`` as `load_target` takes it."""
-        return quantize in ("int8", "fp8") or (self.block is not None and quantize is None)
 
 
 def read_shapes(target: str, draft: str | None) -> Shapes:
@@ -161,12 +159,12 @@ def read_shapes(target: str, draft: str | None) -> Shapes:
     from dflash_jax.models import families
 
     raw, config = read_config_file(Path(target), families.read_target)
-    drafter = None
+    drafter, draft_block = None, None
     if draft is not None:
         draft_raw, drafter = read_config_file(Path(draft), families.read_drafter)
         drafter.check_fits(config)
-        fp8.read_block(draft_raw, Path(draft))
-    return Shapes(config, drafter, fp8.read_block(raw, Path(target)))
+        draft_block = fp8.read_block(draft_raw, Path(draft))
+    return Shapes(config, drafter, fp8.read_block(raw, Path(target)), draft_block)
 
 
 @lru_cache(maxsize=64)
@@ -188,7 +186,8 @@ def abstract_pair(
         shapes: The configs of the pair.
         layout: The mesh.
         dtype: Dtype of the weights that are not quantized.
-        quantize: As `load_target` takes it. All large matrices of an FP8 checkpoint are taken to be in FP8.
+        quantize: As `load_target` and `load_drafter` take it. All large matrices of an FP8 checkpoint are taken to be
+            in FP8.
         backend: The backend of the device.
     """
     from dflash_jax.models.decoder import abstract_decoder
@@ -197,16 +196,21 @@ def abstract_pair(
 
     target = abstract_decoder(shapes.target, dtype, layout, backend)
     drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
-    if not shapes.is_quantized(quantize):
-        return target, drafter
-    # A head is part of the target's checkpoint, and in as many bits.
-    if isinstance(shapes.draft, MtpConfig):
-        drafter = _in_eight_bits(drafter, layout, quantize, shapes.block)
-    return _in_eight_bits(target, layout, quantize, shapes.block), drafter
+    if drafter is not None:
+        of_head = quantize if isinstance(shapes.draft, MtpConfig) else None
+        drafter = _as_loaded(drafter, layout, of_head, shapes.draft_block)
+    return _as_loaded(target, layout, quantize, shapes.block), drafter
 
 
-def _in_eight_bits(module, layout: "Layout", quantize: str | None, block: tuple[int, int] | None):
-    """An abstract module with its large matrices in eight bits, in FP8 with scales of ``block`` where that is given."""
+def has_eight_bits(quantize: str | None, block: tuple[int, int] | None) -> bool:
+    """Whether large matrices are loaded in eight bits, from FP8 with scales of ``block`` where that is not None."""
+    return quantize in ("int8", "fp8") or (block is not None and quantize is None)
+
+
+def _as_loaded(module, layout: "Layout", quantize: str | None, block: tuple[int, int] | None):
+    """An abstract module with its large matrices as a loader leaves them; arguments as of `has_eight_bits`."""
+    if not has_eight_bits(quantize, block):
+        return module
     import jax
     import jax.numpy as jnp
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import DEVICES, Device
-from dflash_jax.planner import Shapes, make_plan
+from dflash_jax.planner import Shapes, has_eight_bits, make_plan
 
 if TYPE_CHECKING:
     from dflash_jax.parallel.sharding import Layout
@@ -100,7 +100,7 @@ def on_more_devices(request: Request) -> Change | None:
 
 def in_eight_bits(request: Request) -> Change | None:
     """FP8 for the target's large matrices; None where they have eight bits."""
-    if request.shapes.is_quantized(request.quantize):
+    if has_eight_bits(request.quantize, request.shapes.block):
         return None
     return Change("FP8", ("--quantize", "fp8"), replace(request, quantize="fp8"))
 

@@ -99,7 +99,7 @@ def test_combined_changes_where_none_alone_fits(capsys, monkeypatch):
     argv = ["qwen3.5-27b", "--device", "l40s", "--slots", "16"]
     assert main(argv) == 1
     out = capsys.readouterr().out
-    assert "would fit: FP8 and --slots 4 (--quantize fp8 --slots 4)" in out
+    assert "would fit: FP8 and --slots 5 (--quantize fp8 --slots 5)" in out
     code, plan = planned(capsys, "qwen3.5-397b-a17b", "--memory", "0.5")
     assert (code, plan["would_fit"]) == (1, [])
     main(["qwen3.5-397b-a17b", "--memory", "0.5"])

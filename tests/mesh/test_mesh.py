@@ -1,4 +1,4 @@
-"""Runs `cases.py` in a process of its own: the number of CPU devices is fixed when JAX starts."""
+"""Runs `cases.py` and `weights.py` in a process of their own: the number of CPU devices is fixed when JAX starts."""
 
 import json
 import os
@@ -31,6 +31,7 @@ def test_eight_devices_give_the_tokens_of_one(chosen):
         "-x",
         "-m",
         chosen,
+        str(HERE / "weights.py"),
         str(HERE / "cases.py"),
         f"--rootdir={HERE.parents[1]}",
     ]

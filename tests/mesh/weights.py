@@ -1,0 +1,307 @@
+"""Every mesh of eight devices has one device's weights. Collected by `test_mesh.py`, as `cases.py` is."""
+
+import json
+import shutil
+from functools import cache
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from safetensors.numpy import save_file
+
+from dflash_jax.checkpoint import orbax, parameters
+from dflash_jax.checkpoint.export import to_hf
+from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.checkpoint.load import load_drafter, load_target, open_any
+from dflash_jax.checkpoint.parameters import QUANTIZED, spread
+from dflash_jax.errors import InputError
+from dflash_jax.models import families
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.models.families import dflash, mtp, qwen3_5
+from dflash_jax.ops.weights import FEW_TOKENS, QuantizedWeight, is_weight
+from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, spec
+from dflash_jax.planner import make_plan, read_shapes
+from dflash_jax.tools.float64_reference import assert_as_near
+from tests.checkpoint.conftest import DRAFT_JSON, TARGET_JSON
+from tests.helpers import random_decoder, random_drafter, random_head
+
+# Eight parts of 64 features have less than a block's inputs each, eight of 96 begin within blocks; heads of 20 and of 7
+# inputs are no whole blocks.
+BLOCK = 32
+SIZES = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
+TARGET = (
+    TARGET_JSON
+    | SIZES
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 12,
+        "num_experts": 8,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+    }
+)
+DRAFT = (
+    DRAFT_JSON
+    | SIZES
+    | {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": 96,
+        "num_target_layers": 2,
+        "dflash_config": {"mask_token_id": 62, "target_layer_ids": [0, 1]},
+    }
+)
+# Every mesh of eight devices, and some of fewer: JAX names an axis of one factor otherwise than several axes.
+LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4, 8), repeat=3) if np.prod(sizes) == 8]
+FEW = [Layout(tensor=2), Layout(tensor=8), Layout(expert=2, tensor=4), Layout(2, 2, 2)]
+LAYOUTS += [Layout(tensor=n) for n in (2, 3, 6)] + [Layout(expert=2), Layout(data=2, tensor=2), Layout(2, 2, 1)]
+EXPERTS = ("model.layers.0.mlp.experts.0.", "mtp.layers.0.mlp.experts.0.")
+# (dtype of the checkpoint, quantize)
+FORMS = [
+    ("float32", None),
+    ("bfloat16", None),
+    ("fp8", None),
+    ("fp8", "none"),
+    ("float32", "int8"),
+    ("float32", "fp8"),
+    ("fp8", "int8"),
+]
+KINDS = ("target", "head", "drafter")
+
+
+def modules() -> dict:
+    """Kind → (random module, its entries)."""
+    config, draft = families.read_target(TARGET), families.read_drafter(DRAFT)
+    target, head, drafter = random_decoder(config, 1), random_head(config, 2), random_drafter(draft, 3)
+    return {
+        "target": (target, qwen3_5.weight_names(config, EXPERTS)),
+        "head": (head, mtp.weight_names(head.config, EXPERTS)),
+        "drafter": (drafter, dflash.weight_names(draft)),
+    }
+
+
+def in_blocks(weight: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float8 values [O, I], bfloat16 factors of their blocks, and the float32 product."""
+    values, grid = weight.astype(ml_dtypes.float8_e4m3fn), [-(-n // BLOCK) for n in weight.shape]
+    factors = rng.uniform(0.5, 2, grid).astype(ml_dtypes.bfloat16)
+    spread = factors.astype(np.float32).repeat(BLOCK, 0).repeat(BLOCK, 1)
+    return values, factors, values.astype(np.float32) * spread[: weight.shape[0], : weight.shape[1]]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """(dtype, kind) → (directory, the parameters in float32 by path)."""
+    path, found = tmp_path_factory.mktemp("sources"), {}
+    for dtype in ("float32", "bfloat16", "fp8"):
+        rng = np.random.default_rng(0)
+        tensors: dict[str, dict] = {"target": {}, "draft": {}}
+        for kind, (module, entries) in modules().items():
+            folder = "draft" if kind == "drafter" else "target"
+            leaves = dict(zip(parameter_paths(module), map(np.asarray, jax.tree.leaves(module)), strict=True))
+            whole = {}
+            for entry in entries:
+                parts = dict(zip((t.name for t in entry.tensors), entry.write(leaves[entry.path]), strict=True))
+                if dtype == "fp8" and entry.path.rsplit(".", 1)[-1] in QUANTIZED:
+                    for name, part in parts.items():
+                        tensors[folder][name], tensors[folder][f"{name}_scale_inv"], parts[name] = in_blocks(part, rng)
+                elif entry.path != "final_norm.weight":
+                    stored = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+                    tensors[folder] |= {name: part.astype(stored) for name, part in parts.items()}
+                    parts = {name: part.astype(stored).astype(np.float32) for name, part in parts.items()}
+                whole[entry.path] = entry.read(list(parts.values()))
+            if kind == "head":
+                whole["final_norm.weight"] = found[dtype, "target"][1]["norm.weight"]
+            found[dtype, kind] = (path / dtype / folder, whole)
+        for folder, raw in (("target", TARGET), ("draft", DRAFT)):
+            directory = path / dtype / folder
+            directory.mkdir(parents=True)
+            if dtype == "fp8":
+                raw = raw | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
+            (directory / "config.json").write_text(json.dumps(raw))
+            save_file(tensors[folder], directory / "model.safetensors")
+    return found
+
+
+@pytest.fixture(scope="module")
+def conversion(sources, tmp_path_factory):
+    """``conversion(dtype, kind, quantize, mesh)``: the Orbax directory."""
+
+    @cache
+    def convert(dtype: str, folder: str, quantize: str | None = None, layout: Layout = ONE_DEVICE):
+        directory = sources[dtype, "drafter" if folder == "draft" else "target"][0]
+        target = tmp_path_factory.mktemp("orbax") / folder
+        source, module = open_any(directory, layout)
+        orbax.convert(source, module, directory, target, layout, {"dtype": None, "quantize": quantize}, lambda x: x)
+        return target
+
+    return convert
+
+
+def load(kind: str, directory, dtype: str, layout: Layout, quantize: str | None):
+    """A module, in bfloat16 from a checkpoint in bfloat16."""
+    options = {"dtype": jnp.bfloat16 if dtype == "bfloat16" else jnp.float32, "layout": layout, "quantize": quantize}
+    module = (load_target if kind == "target" else load_drafter)(directory, **options)
+    for leaf, cut in zip(jax.tree.leaves(module), parameter_specs(module), strict=True):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(layout.mesh(), cut), leaf.ndim)
+    return module
+
+
+def weights(module) -> dict:
+    """Path → weight."""
+    leaves = jax.tree.leaves(module, is_leaf=is_weight)
+    return dict(zip(parameter_paths(module, is_weight), leaves, strict=True))
+
+
+def parts_of(weight) -> list[tuple[tuple, np.ndarray]]:
+    """(Index, float32 part) on each device, as a device multiplies its part out."""
+    if not isinstance(weight, QuantizedWeight):
+        return [(part.index, np.asarray(part.data, np.float32)) for part in weight.addressable_shards]
+    each = list(zip(weight.values.addressable_shards, weight.scale.addressable_shards, strict=True))
+    assert all(a.device == b.device for a, b in each)
+    local = [(a.index, QuantizedWeight(np.asarray(a.data), np.asarray(b.data))) for a, b in each]
+    return [(index, part.dense(np.float32)) for index, part in local]
+
+
+def check_weights(found: dict, expected: dict, layout: Layout) -> None:
+    """Every device has its part of every weight, to the bit."""
+    assert set(found) == set(expected)
+    for path, weight in found.items():
+        for index, part in parts_of(weight):
+            np.testing.assert_array_equal(part, expected[path][index], err_msg=f"{path} on {layout}")
+
+
+def of_one_device(sources, kind, dtype, quantize) -> dict:
+    """What every mesh must have: the tensors' values, or what one device quantises them to."""
+    directory, whole = sources[dtype, kind]
+    if quantize not in ("int8", "fp8") or kind == "drafter" or dtype == "fp8":
+        return whole
+    quantised = {p for p in whole if p.rsplit(".", 1)[-1] in QUANTIZED}
+    one = weights(load(kind, directory, dtype, ONE_DEVICE, quantize))
+    assert {path for path, weight in one.items() if isinstance(weight, QuantizedWeight)} == quantised
+    assert all(one[path].scale.shape[-1] == 1 for path in quantised)
+    found = {path: parts_of(weight)[0][1] for path, weight in one.items()}
+    assert all(np.array_equal(found[path], whole[path]) != (path in quantised) for path in whole)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "quantize"), FORMS)
+def test_every_mesh_has_one_devices_weights(sources, kind, dtype, quantize):
+    expected = of_one_device(sources, kind, dtype, quantize)
+    for layout in LAYOUTS:
+        found = load(kind, sources[dtype, kind][0], dtype, layout, quantize)
+        check_weights(weights(found), expected, layout)
+
+
+@pytest.mark.parametrize("layouts", [FEW, pytest.param(LAYOUTS, marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "quantize"), FORMS)
+def test_every_mesh_has_one_devices_weights_from_orbax(sources, conversion, kind, dtype, quantize, layouts):
+    expected = of_one_device(sources, kind, dtype, quantize)
+    directory = conversion(dtype, "draft" if kind == "drafter" else "target")
+    for layout in layouts:
+        check_weights(weights(load(kind, directory, dtype, layout, quantize)), expected, layout)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_what_is_quantised_for_one_mesh_is_read_on_every_mesh(sources, conversion, quantize):
+    expected = of_one_device(sources, "target", "float32", quantize)
+    directory = conversion("float32", "target", quantize, Layout(tensor=4))
+    for layout in (ONE_DEVICE, *FEW):
+        check_weights(weights(load("target", directory, "float32", layout, None)), expected, layout)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "older"])
+def test_scales_go_from_any_mesh_to_any_other_and_back(sources, conversion, tmp_path, monkeypatch, is_old):
+    """An older conversion has its scales as the mesh's shards needed them."""
+    if is_old:
+        monkeypatch.setattr(orbax, "read_parameter", lambda *args: spread(parameters.read_parameter(*args), args[-1]))
+    directory = conversion("fp8", "target", None, Layout(expert=4, tensor=2) if is_old else Layout(tensor=8))
+    (runs,) = {
+        record["arrays"]["scale"][1][-1]
+        for name, record in json.loads((directory / orbax.MANIFEST).read_text())["records"].items()
+        if name.endswith("ffn.shared.down") and "layers.0." in name
+    }
+    assert runs == (24 if is_old else 3)
+    for layout in (ONE_DEVICE, *FEW):
+        check_weights(weights(load("target", directory, "fp8", layout, None)), sources["fp8", "target"][1], layout)
+    to_hf(directory, tmp_path / "hf", 10**9, lambda tensors, _: tensors)
+    before, after = TensorFiles(sources["fp8", "target"][0]), TensorFiles(tmp_path / "hf")
+    assert set(before) == set(after)
+    for name in before:
+        assert before.read(name).tobytes() == after.read(name).tobytes(), name
+
+
+# Products.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "layout", "tokens"),
+    [("float32", "int8", Layout(tensor=8), FEW_TOKENS + 20), ("fp8", None, Layout(2, 2, 2), 20)],
+)
+def test_products_of_spread_scales_are_those_of_the_whole_weight(sources, dtype, quantize, layout, tokens):
+    """Parts of a row have copies of its scale, and their products are summed over devices."""
+    module = load("target", sources[dtype, "target"][0], dtype, layout, quantize)
+    expected = of_one_device(sources, "target", dtype, quantize)
+    plain = abstract_decoder(module.config)
+    plain = jax.tree.unflatten(jax.tree.structure(plain), [expected[path] for path in parameter_paths(plain)])
+    ids = np.random.default_rng(0).integers(0, 64, (2, tokens)).astype(np.int32)
+
+    def logits(target, ids):
+        return target.logits(target(ids)[0])
+
+    specs = jax.tree.unflatten(jax.tree.structure(module), parameter_specs(module))
+    options = {"in_specs": (specs, spec("data")), "out_specs": spec("data", None, module.vocab), "check_vma": False}
+    found = jax.jit(jax.shard_map(logits, mesh=layout.mesh(), **options))(module, ids)
+    assert_as_near(found, logits, plain, ids)
+
+
+# What `dflash plan` says.
+
+
+def device_bytes(module) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(module))
+
+
+def planned(target, draft, layout: Layout, quantize: str | None) -> dict:
+    numbers = {"slots": 8, "max_len": 64, "context": 64, "acceptance_length": 1.0, "block": 4}
+    shapes = read_shapes(str(target), str(draft))
+    return make_plan(shapes, layout, DEVICES["h100"], dtype=jnp.float32, quantize=quantize, **numbers)
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [f for f in FORMS if f[0] != "bfloat16"])
+def test_a_plan_has_the_bytes_that_are_loaded(sources, dtype, quantize):
+    for layout, kind in product(FEW, ("head", "drafter")):
+        (target, _), (draft, _) = sources[dtype, "target"], sources[dtype, kind]
+        sizes = planned(target, draft, layout, quantize)["bytes_per_device"]
+        assert sizes["target"] == device_bytes(load("target", target, dtype, layout, quantize)), layout
+        assert sizes["drafter"] == device_bytes(load(kind, draft, dtype, layout, quantize)), layout
+
+
+REFUSED = [
+    ({}, Layout(expert=3), None),
+    ({}, Layout(expert=5), "int8"),
+    ({}, Layout(tensor=8, decode_context_parallel=8), None),
+    ({}, Layout(tensor=2, decode_context_parallel=2), "fp8"),
+    ({}, Layout(), "int4"),
+    ({"quant_method": "awq"}, Layout(tensor=2), None),
+    ({"quant_method": "fp8"}, Layout(), None),
+    ({"quant_method": "fp8", "weight_block_size": [BLOCK, 0]}, Layout(), "int8"),
+]
+
+
+@pytest.mark.parametrize(("quantization", "layout", "quantize"), REFUSED)
+def test_a_plan_refuses_what_loading_refuses(sources, tmp_path, quantization, layout, quantize):
+    directory = shutil.copytree(sources["float32", "target"][0], tmp_path / "target")
+    (directory / "config.json").write_text(json.dumps(TARGET | {"quantization_config": quantization}))
+    with pytest.raises(InputError) as refused:
+        load("target", directory, "float32", layout, quantize)
+    with pytest.raises(InputError) as said:
+        planned(directory, directory, layout, quantize)
+    assert str(said.value) == str(refused.value.args[0])
