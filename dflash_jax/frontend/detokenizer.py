@@ -1,12 +1,15 @@
-"""Incremental decoding of tokens: whole characters only, up to a stop string."""
+"""Incremental decoding of tokens: whole characters only, up to a stop string.
 
-from collections.abc import Sequence
+The tokens of a text, in whatever pieces they come, give what the tokenizer decodes all of them to.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.stop_strings import StopFinder
 
-# Tokens that may wait for the rest of a character, or that have no text.
-LONGEST_WAIT = 16
 # What an incomplete character decodes to.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -40,13 +43,10 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ):
-        self._tokenizer, self._stops = tokenizer, StopFinder(stops, stop_regex)
-        self._skip_special_tokens, self._include_stop, self._min_tokens = skip_special_tokens, include_stop, min_tokens
-        self._ids: list[int] = []
-        # The text of tokens before _read is final; those from _from on are decoded again as context of later tokens.
-        self._from, self._read = 0, 0
-        # Final text, text of tokens that wait for the rest of a character, and where the last token begins.
-        self._raw, self._pending, self._start = "", "", 0
+        self._decoder = (_ByteDecoder if tokenizer.is_byte_level else _ContextDecoder)(tokenizer, skip_special_tokens)
+        self._stops, self._include_stop, self._min_tokens = StopFinder(stops, stop_regex), include_stop, min_tokens
+        # Tokens, their text as far as it is final, and where the last of them begins.
+        self._count, self._raw, self._start = 0, "", 0
         # Characters of the first min_tokens.
         self._floor = 0
         self.text = ""
@@ -56,7 +56,7 @@ class Detokenizer:
     @property
     def end(self) -> int:
         """Where the next character begins, in characters of the text without regard to stops."""
-        return len(self._raw) + len(self._pending)
+        return len(self._raw) + self._decoder.pending
 
     def push(self, *tokens: int) -> int:
         """Adds tokens. Several in one call give the same text as one by one, at less cost.
@@ -67,33 +67,25 @@ class Detokenizer:
         """
         if self.stopped:
             return self._start
-        is_long = len(self._ids) - self._read >= LONGEST_WAIT
-        self._ids += tokens
-        before = self._decode(self._ids[self._from : self._read])
-        now = self._decode(self._ids[self._from :])
-        pending, self._pending = self._pending, now[len(before) :]
-        self._start = max(self._start, len(self._raw) + _begin(pending, self._pending))
-        # An incomplete character waits for its rest, for as many tokens as a character may have.
-        if is_long or (len(now) > len(before) and not now.endswith(_INCOMPLETE)):
-            self._from, self._read = self._read, len(self._ids)
-            self._settle()
+        self._count += len(tokens)
+        text, begin = self._decoder.push(tokens)
+        self._start = max(self._start, len(self._raw) + begin)
+        if text:
+            self._settle(text)
         return self._start
 
     def finish(self) -> None:
         """Ends the text: no tokens follow, so characters held back are part of it."""
         if not self.stopped:
-            self._settle()
+            self._settle(self._decoder.finish())
             if not self.stopped:
                 self.text = self._raw
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens)
-
-    def _settle(self) -> None:
+    def _settle(self, text: str) -> None:
         searched = len(self._raw)
-        self._raw, self._pending = self._raw + self._pending, ""
+        self._raw += text
         stop = None
-        if len(self._ids) <= self._min_tokens:
+        if self._count <= self._min_tokens:
             self._floor = len(self._raw)
         elif self._stops:
             stop = self._stops.first(self._raw, searched, self._floor)
@@ -104,6 +96,104 @@ class Detokenizer:
             self.text = self._raw
         else:
             self.text = self._raw[: max(len(self.text), len(self._raw) - self._stops.held_back(self._raw))]
+
+
+class _ByteDecoder:
+    """Decodes tokens that are bytes of UTF-8.
+
+    What is no UTF-8 becomes replacement characters, as many as the tokenizers library writes: one for each longest
+    beginning of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def pending(self) -> int:
+        """Characters that have begun and are not complete: 0 or 1."""
+        return int(bool(self._utf8.getstate()[0]))
+
+    def push(self, tokens: Iterable[int]) -> tuple[str, int]:
+        """The text that tokens complete, and where in it they begin."""
+        tokenizer = self._tokenizer
+        shown = [t for t in tokens if not tokenizer.is_special(t)] if self._skip else tokens
+        raw = b"".join(map(tokenizer.token_bytes, shown))
+        if not raw:
+            return "", 0
+        first = self._utf8.decode(raw[:1])
+        # The first byte is of the last character so far.
+        begin = len(first) - 1 + self.pending
+        return first + self._utf8.decode(raw[1:]), begin
+
+    def finish(self) -> str:
+        """The text of what waits."""
+        return self._utf8.decode(b"", final=True)
+
+
+class _ContextDecoder:
+    """Decodes tokens of other vocabularies: new ones after the one before them, which decides about a first space."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        # The last tokens with final text, that text, tokens after them that wait, and what these decode to so far.
+        self._context, self._before = list[int](), ""
+        self._waiting, self._text = list[int](), ""
+        # Characters that the bytes at the end have begun; 0 where the last token is none.
+        self._begun = 0
+
+    @property
+    def pending(self) -> int:
+        """Characters that have begun and are not complete."""
+        return self._begun or len(self._text)
+
+    def push(self, tokens: Iterable[int]) -> tuple[str, int]:
+        """The text that tokens complete, and where in it they begin."""
+        tokenizer, text, begins = self._tokenizer, "", [0]
+        shown = [t for t in tokens if tokenizer.token(t) and not (self._skip and tokenizer.is_special(t))]
+        for is_byte, group in groupby(shown, lambda token: tokenizer.fallback_byte(token) is not None):
+            piece, begin = (self._push_bytes if is_byte else self._push_others)(list(group))
+            begins.append(len(text) + begin)
+            text += piece
+        return text, begins[1 if shown else 0]
+
+    def _push_bytes(self, tokens: list[int]) -> tuple[str, int]:
+        """Bytes wait for the end of their run, since all of it decides whether they are UTF-8."""
+        bytes_ = [self._tokenizer.fallback_byte(token) or 0 for token in tokens]
+        is_head = [byte & 0xC0 != 0x80 for byte in bytes_]
+        begin = max(0, self._begun + is_head[0] - 1)
+        self._begun = max(1, self._begun + sum(is_head))
+        self._waiting += tokens
+        return "", begin
+
+    def _push_others(self, tokens: list[int]) -> tuple[str, int]:
+        text = self.finish() if self._begun else ""
+        waited = len(self._waiting)
+        self._waiting += tokens
+        # The more tokens wait, the rarer they are decoded, so that many cost no more than few.
+        if waited and len(self._waiting) % (1 << max(0, len(self._waiting).bit_length() - 5)):
+            return text, len(text)
+        now = self._decoded()
+        begin = len(text) + _begin(self._text, now)
+        self._text = now
+        if self._tokenizer.has_byte_fallback or not now.endswith(_INCOMPLETE):
+            text += self.finish()
+        return text, begin
+
+    def finish(self) -> str:
+        """The text of what waits."""
+        if text := self._decoded():
+            # One token is enough where it has text of its own.
+            self._context = self._waiting[-1:]
+            if not (before := self._tokenizer.decode(self._context, self._skip)):
+                self._context = self._waiting
+                before = self._tokenizer.decode(self._context, self._skip)
+            self._before, self._waiting = before, []
+        self._text, self._begun = "", 0
+        return text
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._context + self._waiting, self._skip)[len(self._before) :]
 
 
 def _begin(pending: str, now: str) -> int:

@@ -49,6 +49,9 @@ class Tokenizer:
 
     Attributes:
         file: The tokenizer.json; None in older formats.
+        is_byte_level: Whether a text is the UTF-8 of its tokens' bytes, one after the other.
+        has_byte_fallback: Whether runs of tokens such as ``<0x0A>`` are the UTF-8 of a text, or a replacement character
+            for each where they are none.
         template_options: As given.
 
     Raises:
@@ -69,12 +72,19 @@ class Tokenizer:
                 fast = tokenizers.Tokenizer.from_file(str(self.file))
             except Exception as e:  # the library raises plain Exception
                 raise InputError(f"{self.file} is no tokenizer: {reason(e)}") from None
+        else:
+            fast = getattr(self._full, "backend_tokenizer", None)
+        if fast is not None:
+            # As transformers, which cuts and pads no text unless asked to.
+            fast.no_truncation()
+            fast.no_padding()
             # Encoding a batch lets other threads run meanwhile, encoding a text does not.
             self._encode = lambda text, special: fast.encode_batch_fast([text], add_special_tokens=special)[0].ids
             self._decode = lambda ids, skip: fast.decode(ids, skip_special_tokens=skip)
             self._decode_long = lambda ids: fast.decode_batch([ids], skip_special_tokens=True)[0]
             self._vocabulary = fast.get_vocab
             self._token = fast.id_to_token
+            self._special_ids = frozenset(i for i, t in fast.get_added_tokens_decoder().items() if t.special)
         else:
             slow = self._full
             self._encode = lambda text, special: slow.encode(text, add_special_tokens=special)
@@ -83,6 +93,13 @@ class Tokenizer:
             )
             self._decode_long = lambda ids: self._decode(ids, True)
             self._token = slow.convert_ids_to_tokens
+            self._special_ids = frozenset(slow.all_special_ids)
+        decoder = json.loads(fast.decoder.__getstate__()) if fast is not None and fast.decoder is not None else {}
+        steps = {step["type"] for step in decoder.get("decoders", [decoder] if decoder else [])}
+        self.is_byte_level, self.has_byte_fallback = steps == {"ByteLevel"}, "ByteFallback" in steps
+        names = (f"<0x{byte:02{case}}>" for case in "xX" for byte in range(256)) if fast is not None else ()
+        ids = ((fast.token_to_id(name), int(name[3:5], 16)) for name in names) if self.has_byte_fallback else ()
+        self._fallback_bytes = {i: byte for i, byte in ids if i is not None}
 
     @cached_property
     def _full(self):
@@ -128,13 +145,23 @@ class Tokenizer:
 
     def _read_token_bytes(self, token_id: int) -> bytes:
         name = self.token(token_id)
-        if self._is_byte_level and all(c in _BYTES for c in name):
+        if self.is_byte_level and all(c in _BYTES for c in name):
             return bytes(_BYTES[c] for c in name)
-        return (name if "<" in name else self.decode([token_id])).encode()
+        if self.is_byte_level or self.is_special(token_id):
+            return name.encode()
+        if (byte := self.fallback_byte(token_id)) is not None:
+            return bytes([byte])
+        # Decoders may drop the space before a text's first token.
+        once, twice = (self.decode([token_id] * n, False) for n in (1, 2))
+        return twice[len(once) :].encode()
 
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        return self.file is not None and "ByteLevel" in self.file.read_text(encoding="utf-8")
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is left out of texts by default."""
+        return token_id in self._special_ids
+
+    def fallback_byte(self, token_id: int) -> int | None:
+        """The byte of a token such as ``<0x0A>`` of a vocabulary that falls back to bytes; None for other tokens."""
+        return self._fallback_bytes.get(token_id)
 
     @cached_property
     def config(self) -> dict:
@@ -166,14 +193,15 @@ class Tokenizer:
         It is known for byte-level vocabularies with all bytes whose file neither shortens the text nor drops parts of
         it. NFC composes at most four characters into one.
         """
-        if self.file is None or not self._is_byte_level:
+        if self.file is None or not self.is_byte_level:
             return None
         text = self.file.read_text(encoding="utf-8")
         given, vocabulary = json.loads(text), self._vocabulary()
         normalizer = given.get("normalizer") or {"type": None}
         if normalizer["type"] not in (None, "NFC") or any(t["lstrip"] or t["rstrip"] for t in given["added_tokens"]):
             return None
-        drops = given.get("truncation") or '"Removed"' in text or "Whitespace" in str(given.get("pre_tokenizer"))
+        split = str(given.get("pre_tokenizer"))
+        drops = '"Removed"' in text or "Whitespace" in split or "ByteLevel" not in split
         if drops or given["model"].get("type") != "BPE" or not vocabulary.keys() >= _BYTES.keys():
             return None
         return max(map(len, vocabulary)) * (4 if normalizer["type"] == "NFC" else 1)

@@ -71,16 +71,14 @@ class GrammarTokens:
 
     def literal(self, text: str) -> list[str]:
         """A text in Lark: strings, and special tokens as "<[id]>"."""
-        parts, plain = [], []
-        for token in [*self._tokenizer.tokenize_str(text, parse_special=True), None]:
-            is_special = token is not None and self._tokenizer.is_special_token(token)
-            if token is not None and not is_special:
-                plain.append(token)
-                continue
-            if plain:
-                parts.append(json.dumps(self._tokenizer.decode_bytes(plain).decode()))
-            parts, plain = parts + [f"<[{token}]>"] * is_special, []
-        return parts
+        parts, rest = [], text
+        # Tokens may spell a normalised text: only the special ones are taken from them.
+        special = filter(self._tokenizer.is_special_token, self._tokenizer.tokenize_str(text, parse_special=True))
+        for token in special:
+            plain, name, after = rest.partition(self._tokenizer.decode_bytes([token]).decode())
+            if name:
+                parts, rest = parts + [json.dumps(plain)] * bool(plain) + [f"<[{token}]>"], after
+        return parts + [json.dumps(rest)] * bool(rest)
 
     def matcher(self, kind: str, value, field: str) -> tuple[LLMatcher, list[str]]:
         """Compiles a `Constraint`.

@@ -3,15 +3,20 @@
 import re
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
+from tokenizers import decoders, models
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.llm_config import TINY
-from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.frontend.tokenizer import _BYTES, Tokenizer
 
+BUNDLED = TINY / "target" / "tokenizer.json"
 TEXT = "def naïve(x):\n    return '日本語 🎉' + x  # ünïcödé\n"
 
 
@@ -122,21 +127,150 @@ def test_any_tokens_begin_somewhere_in_the_text(tokenizer, ids, skip):
     assert shown == tokenizer.decode(ids, skip)
 
 
-def test_tokens_of_a_vocabulary_that_falls_back_to_bytes():
-    """Each byte decodes to a replacement character of its own, until the character is whole."""
+# Vocabularies of every kind, and any pieces of any tokens.
 
-    class Bytes:
-        def decode(self, ids, skip_special_tokens=True):
-            raw = bytes(ids)
-            try:
-                return raw.decode()
-            except UnicodeDecodeError as e:
-                return raw[: e.start].decode() + "\ufffd" * (len(raw) - e.start)
+WORDS = ["▁", "▁▁", "▁a", "a", "b", "日", "é", "\ufffd", "<", "▁<", ".", "▁.", "##b", "b</w>"]
+DECODERS = {
+    "byte-level": decoders.ByteLevel(),
+    "byte-level in a sequence": decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+    "llama": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "gemma": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "metaspace": decoders.Metaspace(),
+    "wordpiece": decoders.WordPiece("##", cleanup=True),
+    "suffixes": decoders.BPEDecoder("</w>"),
+    "none": None,
+}
+# Bytes that begin, continue and break characters.
+HARD_BYTES = "é日🎉\ufffda".encode() + bytes([0xC0, 0xED, 0xA0, 0xF4, 0x90, 0xFF])
 
-    raw = "a日🎉b".encode()
-    starts, text = begins(Bytes(), list(raw))
+
+def vocabulary(kind: str) -> list[str]:
+    """Tokens: special ones, words and names of special tokens that are text, and then the 256 bytes."""
+    is_byte_level = kind.startswith("byte-level")
+    characters = dict(zip(_BYTES.values(), _BYTES, strict=True))
+    single = [characters[byte] if is_byte_level else f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["".join(characters[byte] for byte in word.encode()) for word in WORDS] if is_byte_level else WORDS
+    return list(dict.fromkeys(["<unk>", "<s>", "</s>", *words, "<tool_x>", "née!", *single]))
+
+
+def make_tokenizer(kind: str, directory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """A vocabulary of that kind: as read from a file, and as the library has it."""
+    model = models.BPE({t: i for i, t in enumerate(vocabulary(kind))}, [], byte_fallback=True, unk_token="<unk>")
+    fast = tokenizers.Tokenizer(model)
+    fast.add_special_tokens(["<s>", "</s>"])
+    fast.add_tokens([tokenizers.AddedToken(name, special=False) for name in ("<tool_x>", "née!")])
+    if (decoder := DECODERS[kind]) is not None:
+        fast.decoder = decoder
+    fast.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory), fast
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tokenizer of each kind, and the bundled one."""
+    each = {kind: make_tokenizer(kind, tmp_path_factory.mktemp("tokenizer")) for kind in DECODERS}
+    return each | {"bundled": (Tokenizer(TINY / "target"), tokenizers.Tokenizer.from_file(str(BUNDLED)))}
+
+
+def check_pieces(tokenizer, fast, ids: list[int], sizes: list[int], skip: bool) -> None:
+    """Whatever the pieces, nothing shown is taken back, all is the library's text, and tokens begin in their order."""
+    whole = fast.decode(ids, skip_special_tokens=skip)
+    detokenizer, starts, at = Detokenizer(tokenizer, skip_special_tokens=skip), [], 0
+    for size in sizes:
+        starts.append(detokenizer.push(*ids[at : at + size]))
+        at += size
+        assert whole.startswith(detokenizer.text), (ids, sizes)
+    detokenizer.finish()
+    assert detokenizer.text == whole == tokenizer.decode(ids, skip), (ids, sizes)
+    assert starts == sorted(starts)
+    assert all(0 <= start <= len(whole) for start in starts)
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "bundled"])
+def test_pieces_of_random_tokens_give_the_whole_text(made, kind):
+    tokenizer, fast = made[kind]
+    rng, size = np.random.default_rng(0), fast.get_vocab_size()
+    if kind == "bundled":
+        spelled = {tokenizer.token_bytes(i): i for i in range(size)}
+        hard = [spelled[bytes([byte])] for byte in HARD_BYTES]
+    else:
+        hard = [size - 256 + byte for byte in HARD_BYTES] if "byte-level" not in kind else list(range(size - 256, size))
+    for _ in range(15_000 if kind == "bundled" else 1_500):
+        count = int(rng.integers(1, 20))
+        # A few ids are past the end of the vocabulary, as a model's padding is.
+        ids = np.where(rng.random(count) < 0.5, rng.choice(hard, count), rng.integers(0, size + 2, count)).tolist()
+        sizes = [1] * count if rng.random() < 0.5 else [int(n) for n in rng.multinomial(count, [0.2] * 5)]
+        check_pieces(tokenizer, fast, ids, sizes, bool(rng.integers(2)))
+
+
+@settings(max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.sampled_from([*DECODERS, "bundled"]), st.booleans())
+def test_pieces_of_any_tokens_give_the_whole_text(made, data, kind, skip):
+    tokenizer, fast = made[kind]
+    ids = data.draw(st.lists(st.integers(0, fast.get_vocab_size()), max_size=40))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
+    check_pieces(tokenizer, fast, ids, [b - a for a, b in pairwise([0, *cuts, len(ids)])], skip)
+
+
+def test_replacement_characters_that_are_text_lose_nothing(tokenizer):
+    text = "\ufffd" * 5 + "漢字"
+    assert feed(Detokenizer(tokenizer), tokenizer.encode(text))[-1] == text
+    long = "\ufffd" * 300
+    seen = feed(Detokenizer(tokenizer), tokenizer.encode(long))
+    # They are characters as others are: none waits for what follows.
+    assert seen[-1] == long
+    assert len(set(seen)) > 250
+
+
+def test_bytes_of_a_vocabulary_that_falls_back_to_them_wait_for_the_end_of_their_run(made):
+    tokenizer, fast = made["llama"]
+    first = fast.get_vocab_size() - 256
+    run = [first + byte for byte in "日🎉".encode()]
+    a, b = (fast.token_to_id(name) for name in ("▁a", "b"))
+    starts, text = begins(tokenizer, [a, *run, b])
     assert text == "a日🎉b"
     assert starts == [0, 1, 1, 1, 2, 2, 2, 2, 3]
+    # The last byte makes all of its run invalid, as in the library.
+    assert begins(tokenizer, [a, *run, first + 0xFF])[1] == "a" + "\ufffd" * 8
+
+
+@pytest.mark.parametrize("kind", ["llama", "bundled"])
+def test_each_token_takes_a_bounded_number_of_decodings(made, kind):
+    """However many tokens of one kind come, also such as may wait."""
+    tokenizer, fast = made[kind]
+    name = {"llama": "\ufffd", "bundled": "ï"}[kind]
+    for ids in ([fast.token_to_id(name)] * 2000, [fast.get_vocab_size() - 1] * 2000):
+        detokenizer, decoded = Detokenizer(tokenizer), []
+        plain = tokenizer.decode
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                tokenizer,
+                "decode",
+                lambda ids, skip, plain=plain, seen=decoded: seen.append(len(ids)) or plain(ids, skip),
+            )
+            for token in ids:
+                detokenizer.push(token)
+            detokenizer.finish()
+        assert sum(decoded) <= 10 * len(ids)
+        assert detokenizer.text == fast.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma", "bundled"])
+def test_bytes_of_tokens_are_those_of_grammars_and_together_the_text(made, kind):
+    tokenizer, fast = made[kind]
+    # Byte 255, which is in no UTF-8, marks special tokens in grammars.
+    ids = [i for i in range(fast.get_vocab_size()) if b"\xff" not in tokenizer.token_bytes(i)]
+    grammar = LLTokenizer(fast.to_str())
+    assert [tokenizer.token_bytes(i) for i in ids] == [grammar.decode_bytes([i]) for i in ids]
+    rng = np.random.default_rng(1)
+    # Runs of fallback bytes have a rule of their own where they are no UTF-8.
+    shown = [i for i in ids if not tokenizer.is_special(i) and tokenizer.fallback_byte(i) is None]
+    for _ in range(300):
+        tokens = rng.choice(shown, 8).tolist()
+        spelled = b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
+        assert begins(tokenizer, tokens)[1] == (spelled.removeprefix(" ") if kind == "llama" else spelled)
 
 
 def test_special_tokens_are_text_where_they_are_not_skipped(tokenizer):

@@ -52,7 +52,6 @@ def test_a_long_text_is_encoded_where_it_need_not_fit(llm):
 @pytest.mark.parametrize(
     "change",
     [
-        {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
         {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, BYTES]}},
         {"vocabulary": "x"},
