@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -17,6 +18,9 @@ from dflash_jax.server.grammar_source import sources
 # A row of the parser has an entry for each alternative: thousands of choices are allowed, and take microseconds each.
 # The limits of the process stop steps that take too long.
 _LIMITS = {"max_items_in_row": 50_000, "step_max_items": 1_000_000, "verbose_errors": False}
+
+# Normalisers of tokenizers that write other characters than the text's.
+_REWRITING = {"NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled"}
 
 # Most blank tokens between a thought and the answer; models write one or two.
 MOST_BLANKS = 4
@@ -49,7 +53,9 @@ class GrammarTokens:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(self.file, n_vocab=self.vocab, eos_token=list(self.stop_ids) or None)
+        given = json.loads(Path(self.file).read_text(encoding="utf-8"))
+        given["normalizer"] = _spelling(given.get("normalizer"))
+        return LLTokenizer(json.dumps(given), n_vocab=self.vocab, eos_token=list(self.stop_ids) or None)
 
     def load(self) -> None:
         """Reads the tokenizer's file, which takes a second for a large vocabulary."""
@@ -71,14 +77,16 @@ class GrammarTokens:
 
     def literal(self, text: str) -> list[str]:
         """A text in Lark: strings, and special tokens as "<[id]>"."""
-        parts, rest = [], text
-        # Tokens may spell a normalised text: only the special ones are taken from them.
-        special = filter(self._tokenizer.is_special_token, self._tokenizer.tokenize_str(text, parse_special=True))
-        for token in special:
-            plain, name, after = rest.partition(self._tokenizer.decode_bytes([token]).decode())
-            if name:
-                parts, rest = parts + [json.dumps(plain)] * bool(plain) + [f"<[{token}]>"], after
-        return parts + [json.dumps(rest)] * bool(rest)
+        parts, plain = [], []
+        for token in [*self._tokenizer.tokenize_str(text, parse_special=True), None]:
+            is_special = token is not None and self._tokenizer.is_special_token(token)
+            if token is not None and not is_special:
+                plain.append(token)
+                continue
+            if plain:
+                parts.append(json.dumps(self._tokenizer.decode_bytes(plain).decode()))
+            parts, plain = parts + [f"<[{token}]>"] * is_special, []
+        return parts
 
     def matcher(self, kind: str, value, field: str) -> tuple[LLMatcher, list[str]]:
         """Compiles a `Constraint`.
@@ -111,6 +119,18 @@ class GrammarTokens:
             raise InputError(f"the text's form cannot be kept any longer: {_line(matcher.get_error())}")
         # A finished grammar allows no token: the text ends here.
         return mask if mask.count(0) < len(mask) else self.stops
+
+
+def _spelling(normalizer: dict | None) -> dict | None:
+    """The steps that spell a text for the vocabulary, without those that write other characters.
+
+    llguidance tokenises what a grammar demands to find the next token, which must not spell another text.
+    """
+    if normalizer is None or normalizer["type"] in _REWRITING:
+        return None
+    if normalizer["type"] != "Sequence":
+        return normalizer
+    return normalizer | {"normalizers": [step for step in normalizer["normalizers"] if _spelling(step)]}
 
 
 def _line(error: object) -> str:

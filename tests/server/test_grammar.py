@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.constraint import Constraint, grammar_tokens, tag_in_lark
@@ -178,3 +179,24 @@ def test_schemas_nested_up_to_pythons_limit(quiet):
         found = quiet.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         statuses.add(found.status_code)
     assert statuses <= {200, 400}
+
+
+CHOICES = ["\ufffd" * 5 + "漢字", "\ufffd" * 30, "e\u0301cole", "\u00e9cole", " 🎉\ufffd🎉", "\u1112\u1161\u11ab"]
+
+
+@pytest.mark.parametrize("kind", ["choice", "structural_tag"])
+def test_the_text_of_a_choice_is_the_choice(tokens, kind):
+    """Grammars spell tokens as bytes, which the text is made of."""
+    tokenizer = Tokenizer(TINY / "target")
+    for choice in CHOICES:
+        value = [choice] if kind == "choice" else {"format": {"type": "const_string", "value": choice}}
+        for seed in range(4):
+            text = Detokenizer(tokenizer)
+            for token in draw(tokens, Constraint(kind, value, "f"), seed, most=200):
+                text.push(token)
+            text.finish()
+            assert text.text == choice
+
+
+def test_a_literal_keeps_its_characters_beside_special_tokens(tokens):
+    assert tokens.literal("e\u0301<|im_end|>\u0301x") == [json.dumps("e\u0301"), "<[2]>", json.dumps("\u0301x")]
