@@ -183,6 +183,10 @@ class Admission:
         def numbered(names: Sequence[str], dtype: Any) -> Any:
             return np.array([values[name] for name in names], dtype)
 
+        # Devices differ in whether an operation takes a denormal for 0, so none sees one.
+        floats = numbered(_FLOATS, np.float32)
+        floats[np.abs(floats) < np.finfo(np.float32).tiny] = 0
+
         return cls(
             padded(prompt, capacity, 0),
             padded(stops, MAX_STOPS, -1),
@@ -191,7 +195,7 @@ class Admission:
             padded(logprob_ids, MAX_LOGPROBS, -1),
             numbered(_INTS, np.int32),
             numbered(_FLAGS, bool),
-            numbered(_FLOATS, np.float32),
+            floats,
         )
 
 

@@ -26,6 +26,11 @@ from dflash_jax.sampling_params import MAX_LOGPROBS
 # Codes in place of a token. NOT_FINITE: the model's logits are NaN or infinite. NOTHING_ALLOWED: the request's mask,
 # penalties or bias leave no token. Both differ from the padding of stops and drafts, -1.
 NOT_FINITE, NOTHING_ALLOWED = -2, -3
+# A penalised logit has at most this magnitude, so that float32 holds sums of it with further penalties.
+_MAX_LOGIT = 1e38
+# The largest logit over the temperature is at most this. The next smaller float32 is then so far below that no noise
+# reaches it, as with smaller temperatures.
+_MAX_SCALED = 2.0**100
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
@@ -95,6 +100,8 @@ def apply_penalties(
     logits = logits + bias
     repetition = sampling.repetition[:, None, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    # -inf stays what it is: no token.
+    repeated = jnp.where(logits > -jnp.inf, jnp.clip(repeated, -_MAX_LOGIT, _MAX_LOGIT), logits)
     logits = jnp.where((prompt > 0) | (output > 0), repeated, logits)
     logits = logits - sampling.frequency[:, None, None] * output
     return logits - sampling.presence[:, None, None] * (output > 0)
@@ -103,11 +110,16 @@ def apply_penalties(
 def _apply_filters(logits: Float[Array, "B T V"], sampling: SamplingState) -> Float[Array, "B T V"]:
     """Temperature, top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), in this order.
 
-    Removed tokens get -inf; ties at a threshold stay.
+    Removed tokens get -inf; ties at a threshold stay. A temperature that is too small for float32 is replaced by the
+    smallest that is not, with which the likeliest token is drawn, too.
     """
-    is_greedy = (sampling.temperature <= 0)[:, None, None]
-    logits = logits / jnp.where(is_greedy, 1.0, sampling.temperature[:, None, None])
     vocab = sampling.vocab
+    is_greedy = (sampling.temperature <= 0)[:, None, None]
+    largest = vocab.max(logits.max(-1, keepdims=True))
+    # Without an allowed token, the largest is -inf.
+    smallest = jnp.where(jnp.isfinite(largest), jnp.abs(largest) / _MAX_SCALED, 0.0)
+    divisor = jnp.where(is_greedy, 1.0, jnp.maximum(sampling.temperature[:, None, None], smallest))
+    logits = logits / divisor
 
     def filtered(logits: Array) -> Array:
         # Without top-k, k is more than the vocabulary: no set is enough, and the threshold is the lowest.
@@ -115,6 +127,7 @@ def _apply_filters(logits: Float[Array, "B T V"], sampling: SamplingState) -> Fl
         stays = _smallest_top_set(logits, lambda is_in: vocab.sum(is_in.sum(-1, keepdims=True)) >= k)
         # Greedy sequences are not filtered, whatever the others of the batch need.
         logits = jnp.where(stays | is_greedy, logits, -jnp.inf)
+        # Not a quotient of the largest before, since compilers may divide an array in another way.
         weights = jnp.exp(logits - vocab.max(logits.max(-1, keepdims=True)))
 
         def total(x: Array) -> Array:

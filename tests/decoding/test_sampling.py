@@ -11,6 +11,7 @@ import scipy.stats
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.sampling import _smallest_top_set, compute_logprobs, draw_processed, process_logits
 from dflash_jax.decoding.sampling import draw as draw_at_once
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, RANDOM, TABLES, SamplingState, sampling_mode
@@ -200,6 +201,80 @@ def test_the_smallest_top_p_is_greedy(top_p, temperature, top_k, min_p, seed, ti
     tokens = np.asarray(draw(found, rows, jnp.asarray([[0, 1]] * B)))
     chosen = np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
     np.testing.assert_array_equal(chosen, logits.max(-1))
+
+
+SMALL = [1.2e-38, 2e-38, 1e-37, 1e-30, 1e-20, 1e-10, 1e-3]
+extreme_options = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, *SMALL, 0.7, 1.0, 1e30]),
+        "top_k": st.sampled_from([0, 1, 3]),
+        "top_p": st.sampled_from([1.0, 0.9, 1e-38]),
+        "min_p": st.sampled_from([0.0, 1e-38, 0.3, 1.0]),
+        "repetition": st.sampled_from([1.0, 1.3, 1e-30, 1e30]),
+        "frequency": st.sampled_from([0.0, 2.0, -2.0, 1e30, -1e30]),
+        "presence": st.sampled_from([0.0, 2.0, 1e30, -1e30]),
+    }
+)
+
+
+@settings(max_examples=200, derandomize=True)
+@given(
+    st.lists(extreme_options, min_size=B, max_size=B),
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]),
+    st.sampled_from([0.0, 100.0, 1e30]),
+    st.integers(0, 10**6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_extreme_numbers_draw_an_allowed_token_and_small_temperatures_the_best(
+    options, scale, bias, seed, tied, masked
+):
+    """No quotient or product is too large for float32: not of one option, and not of all of them together."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (B, T, V))
+    logits = ((np.round(logits) if tied else logits) * scale).astype(np.float32)
+    rows = rows_of(
+        options,
+        logit_bias=bias * rng.integers(-1, 2, (B, V)) * (rng.random((B, V)) < 0.2),
+        processed_logprobs=[True] * B,
+        seed=rng.integers(0, 2**32, B),
+    )
+    rows = with_counts(rows, *rng.poisson(0.3, (2, B, V)))
+    allowed = (rng.random((B, T, V)) < 0.7) | (not masked)
+    allowed[..., rng.integers(V)] = True
+    positions, mode = jnp.asarray(rng.integers(0, 1000, (B, T))), sampling_mode(rows)
+    place = jnp.zeros((B, T), jnp.int32), jnp.full(B, T), pack(allowed)
+    tokens, logprobs = at_once(jnp.asarray(logits), rows, positions, mode, *place, jnp.ones(B, bool), top=2)
+    processed = np.asarray(run(jnp.asarray(logits), rows, *place))
+    assert not np.isnan(processed).any()
+    assert not np.isposinf(processed).any()
+    for values in (logprobs.chosen, logprobs.values, logprobs.named):
+        assert not np.isnan(values).any()
+        assert (np.asarray(values) <= 1e-5).all()
+    greedy = replace(rows, temperature=jnp.zeros(B))
+    best_tokens, _ = at_once(jnp.asarray(logits), greedy, positions, sampling_mode(greedy), *place)
+    for b, t in np.ndindex(B, T):
+        token = int(tokens[b, t])
+        assert allowed[b, t, token]
+        assert np.isfinite(logprobs.chosen[b, t])
+        scores, _ = processed_reference(logits[b, t], options_of(greedy, b), allowed[b, t])
+        scores = np.clip(scores, -1e38, 1e38)
+        near = scores >= scores.max() - 1e-5 * np.abs(scores.max())
+        rest = scores[~near].max(initial=-np.inf)
+        if options[b]["temperature"] * 60 < scores.max() - rest:
+            assert near[token]
+            if near.sum() == 1:
+                assert token == best_tokens[b, t]
+
+
+def test_a_temperature_that_float32_has_not_is_greedy():
+    numbers = dict.fromkeys(
+        ("num_resumed", "limit", "rope_delta", "draft_window", "draft_sinks", "top_k", "seed", "wants_logprobs",
+         "processed_logprobs", "top_p", "min_p", "repetition", "frequency", "presence"), 1
+    )  # fmt: skip
+    for temperature, expected in ((1e-46, 0), (1e-39, 0), (2e-38, np.float32(2e-38)), (0.7, np.float32(0.7))):
+        packed = Admission.pack([1], 4, [], {}, [], **numbers, temperature=temperature)
+        assert packed.floats[0] == expected
 
 
 def test_a_temperature_scales_before_the_cuts():
