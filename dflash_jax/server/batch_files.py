@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 
 from dflash_jax.errors import InputError
+from dflash_jax.server.json_text import dumped
 
 PIECE = 2**16
 LONGEST_ID = 512
@@ -242,7 +243,7 @@ class Output:
             "response": response,
             "error": error,
         }
-        left = memoryview(json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n")
+        left = memoryview(dumped(value) + b"\n")
         try:
             while left:
                 left = left[self._file.write(left) :]

@@ -1,6 +1,5 @@
 """Conversations as prompts, and generated text as reasoning, content and calls."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -13,6 +12,7 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.server import chat_schema, resume
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.json_text import loaded
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
@@ -232,7 +232,7 @@ def _call(call: chat_schema.Call, where: str) -> dict:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = loaded(arguments or "{}")
         except (ValueError, RecursionError):
             # A model wrote invalid JSON: the template shows it unchanged.
             arguments = call.function.arguments

@@ -3,7 +3,6 @@
 OpenAI's shape is ``{"error": {"message", "type", "param", "code"}}``; paths below /v1/messages have Anthropic's.
 """
 
-import json
 import logging
 import uuid
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from starlette.responses import Response
 
 from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.errors import EngineError, InputError, UnavailableError
+from dflash_jax.server.json_text import dumped
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -79,7 +79,7 @@ class JsonResponse(Response):
 
     def render(self, content) -> bytes:
         """``content`` as bytes."""
-        return json.dumps(content, separators=(",", ":")).encode("ascii")
+        return dumped(content)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -4,7 +4,6 @@ The event loop runs only between two steps of a thread, so each step must be sho
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +11,7 @@ from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.errors import JsonResponse
+from dflash_jax.server.json_text import dumped
 from dflash_jax.server.stream import frame
 
 # Most log-probabilities that are written on the event loop.
@@ -66,20 +66,16 @@ def json_pieces(value: object) -> Iterator[bytes]:
     """Yields pieces of ``value`` as JSON, equal to `JsonResponse` in total."""
     if isinstance(value, dict) and value:
         for i, (key, each) in enumerate(value.items()):
-            yield (b"," if i else b"{") + _dumped(key) + b":"
+            yield (b"," if i else b"{") + dumped(key) + b":"
             yield from json_pieces(each)
         yield b"}"
     elif isinstance(value, list) and value:
         for i, each in enumerate(value):
             yield b"," if i else b"["
             if len(value) > LONG_LIST:
-                yield _dumped(each)
+                yield dumped(each)
             else:
                 yield from json_pieces(each)
         yield b"]"
     else:
-        yield _dumped(value)
-
-
-def _dumped(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+        yield dumped(value)

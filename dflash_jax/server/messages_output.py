@@ -1,10 +1,9 @@
 """Answers of ``/v1/messages``: content blocks, and the events that report them."""
 
-import json
-
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.chat import as_delta
 from dflash_jax.server.conversation import Delta, Parser
+from dflash_jax.server.json_text import loaded
 
 # Thoughts that clients send back are not verified, so they are not signed.
 SIGNATURE = "unsigned"
@@ -84,7 +83,7 @@ def _object(arguments: str) -> dict:
     Text that is no object is wrapped as Anthropic advises clients to wrap it.
     """
     try:
-        value = json.loads(arguments or "{}")
+        value = loaded(arguments or "{}")
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}

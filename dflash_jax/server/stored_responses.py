@@ -15,6 +15,7 @@ from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Respons
 from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.json_text import dumped
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.resume import fresh_id
 from dflash_jax.server.serving import Serving
@@ -94,9 +95,9 @@ def loaded(item: bytes) -> dict:
 
 def _dumped(item: dict) -> bytes:
     try:
-        return to_json(item, ensure_ascii=True)
+        return to_json(item, ensure_ascii=True, inf_nan_mode="null")
     except PydanticSerializationError:
-        return json.dumps(item, separators=(",", ":")).encode("ascii")
+        return dumped(item)
 
 
 async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[responses_schema.InputItem]) -> bytes:

@@ -1,7 +1,6 @@
 """Server-sent events."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 
 from fastapi import Request
@@ -10,6 +9,7 @@ from starlette.responses import Response
 from dflash_jax.server import resume
 from dflash_jax.server.body import release
 from dflash_jax.server.errors import as_api_error
+from dflash_jax.server.json_text import dumped
 from dflash_jax.server.request_scope import until_gone, while_connected
 
 DONE = b"data: [DONE]\n\n"
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 def frame(value: dict, event: str | None = None) -> bytes:
     """One event, in ASCII, so that no Unicode line separator can break it."""
     name = f"event: {event}\n" if event else ""
-    return f"{name}data: {json.dumps(value, separators=(',', ':'))}\n\n".encode("ascii")
+    return b"".join([name.encode("ascii"), b"data: ", dumped(value), b"\n\n"])
 
 
 class Later(Response):

@@ -16,7 +16,8 @@ XML (Qwen3-Coder, Qwen3.5, Qwen3.6)::
     </function>
     </tool_call>
 
-Text that turns out to be no call is passed on as text. Arguments are passed on as they arrive, complete or broken.
+Text that turns out to be no call is passed on as text. Arguments are passed on as they arrive, complete or broken, but
+for what looks like a number and is none of JSON, such as NaN or 1e999: it becomes a string.
 """
 
 import json
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from dflash_jax.server.json_text import loaded, reworded, word
 from dflash_jax.server.reasoning import partial_marker
 
 START, END = "<tool_call>", "</tool_call>"
@@ -34,6 +36,8 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=
 _FUNCTION_END = re.compile(r"\s*</function>", re.S)
 # A call whose name is not known after this many characters is parsed only at its end.
 LONGEST_HEAD = 4096
+# What ends a word of JSON; "<" may begin the tag that ends a broken call.
+_PUNCTUATION = '{}[],:"<'
 _XML_END = re.compile(r"</(?:parameter|function|tool_call)>")
 
 
@@ -77,20 +81,32 @@ class _JsonValue:
 
     def __init__(self):
         self._depth, self._in_string, self._escaped = 0, False, False
+        # Characters of a number or a constant that may go on.
+        self._word: list[str] = []
 
     def read(self, text: str) -> tuple[str, int | None]:
         """Reads the next text.
 
         Returns:
-            The part of ``text`` that belongs to the value, without whitespace around it; and the index behind the
-            value, None where it continues.
+            The part of ``text`` that belongs to the value, without whitespace around it, and each number once it has
+            ended, as `word` writes it; and the index behind the value, None where it continues.
         """
         characters: list[str] = []
         end = self._end(text, characters)
         return "".join(characters), end
 
+    def rest(self) -> str:
+        """The word at the end of text that ends here."""
+        text, self._word = word("".join(self._word)), []
+        return text
+
     def _end(self, text: str, characters: list[str]) -> int | None:
         for i, c in enumerate(text):
+            if not self._in_string and not (c.isspace() or c in _PUNCTUATION):
+                self._word.append(c)
+                continue
+            if self._word:
+                characters.append(self.rest())
             if not self._in_string and self._depth == 0 and (c.isspace() or c in ",}"):
                 if c.isspace():
                     continue
@@ -168,7 +184,7 @@ class ToolParser:
             if not (self._is_forced or (is_cut and self._state == "head")):
                 out.content += self._raw + self._buffer
         elif self._state == "arguments" and not self.xml:
-            self._add_arguments(out, self._buffer)
+            self._add_arguments(out, self._value.rest() + self._buffer)
         self._buffer = self._raw = ""
         return out
 
@@ -221,14 +237,15 @@ class ToolParser:
     def _reordered_call(self, out: Parsed, body: str) -> bool:
         """Parses a complete call whose keys are in another order."""
         try:
-            call = json.loads(body)
+            call = loaded(body)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return False
         if not isinstance(name, str):
             return False
         self._begin(out, name)
-        self._add_arguments(out, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        is_text = isinstance(arguments, str)
+        self._add_arguments(out, reworded(arguments) if is_text else json.dumps(arguments, ensure_ascii=False))
         return True
 
     def _in_arguments(self, out: Parsed) -> bool:
@@ -294,7 +311,7 @@ class ToolParser:
         if is_text(schema):
             return text
         try:
-            return json.loads(text)
+            return loaded(text)
         except (ValueError, RecursionError):
             return {"true": True, "false": False, "none": None, "null": None}.get(text.strip().lower(), text)
 

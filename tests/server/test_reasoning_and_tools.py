@@ -1,12 +1,19 @@
 """Text that arrives in any pieces is read as if it came whole."""
 
 import json
+from math import isfinite
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.server.errors import JsonResponse
+from dflash_jax.server.json_text import dumped
+from dflash_jax.server.large_answers import json_pieces
+from dflash_jax.server.messages_output import _object
 from dflash_jax.server.reasoning import ReasoningSplitter, is_open
+from dflash_jax.server.stored_responses import _dumped
+from dflash_jax.server.stream import frame
 from dflash_jax.server.tools import LONGEST_HEAD, ToolParser, joined
 
 THOUGHTS = {
@@ -184,3 +191,89 @@ def test_the_opening_of_a_call_that_was_cut_is_no_content(text, is_forced):
     parser = ToolParser(False, SCHEMAS, is_forced)
     content = parser.push(text).content + parser.finish(is_cut=True).content
     assert content == CUT[text][is_forced]
+
+
+# Numbers that JSON or a double has not.
+
+
+def strict(text: str | bytes):
+    """Parses JSON as the strictest parser does."""
+
+    def refuse(word):
+        raise ValueError(word)
+
+    def number(word):
+        return float(word) if isfinite(float(word)) else refuse(word)
+
+    return json.loads(text, parse_constant=refuse, parse_float=number, parse_int=number)
+
+
+FORMS = {
+    "json": '{"name": "f", "arguments": %s}',
+    "parameters": '{"name": "f", "parameters": %s}',
+    "reordered": '{"arguments": %s, "name": "f"}',
+    "xml": "<function=f>\n<parameter=x>\n%s\n</parameter>\n</function>",
+}
+# What Python's parser reads, and what it does not: the latter is broken JSON, which only the streamed form repairs.
+READ = [*((w, w) for w in ("NaN", "Infinity", "-Infinity", "1e999", "-1E+400", "9" * 400)), ("-2.5e3", -2500), ("1", 1)]
+BROKEN = [(w, w) for w in ("nan", "+1", ".5", "01", "1_0", "-inf")]
+
+
+def values(words) -> st.SearchStrategy[tuple[str, object]]:
+    """Texts of values with these words in place of numbers, and the values."""
+
+    def objects(inner):
+        return st.dictionaries(st.sampled_from(["a", "NaN", "1e999, "]), inner, max_size=2).map(
+            lambda x: (
+                "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, (text, _) in x.items()) + "}",
+                {key: value for key, (_, value) in x.items()},
+            )
+        )
+
+    def lists(inner):
+        return st.lists(inner, max_size=3).map(
+            lambda x: (f"[{','.join(text for text, _ in x)}]", [value for _, value in x])
+        )
+
+    return st.recursive(st.sampled_from(words), lambda inner: lists(inner) | objects(inner), max_leaves=6)
+
+
+@settings(max_examples=300, derandomize=True)
+@given(
+    st.sampled_from(list(FORMS)).flatmap(
+        lambda form: st.tuples(st.just(form), values(READ if form in ("reordered", "xml") else READ + BROKEN))
+    ),
+    st.sampled_from([{"type": "number"}, {"type": "integer"}, {}, {"type": "object"}, {"anyOf": [{"type": "number"}]}]),
+    st.integers(1, 9),
+)
+def test_arguments_are_json_whatever_numbers_the_model_writes(call, schema, step):
+    form, (value, expected) = call
+    parser, calls = ToolParser(form == "xml", {"f": {"properties": {"x": schema}}}), []
+    text = f"<tool_call>\n{FORMS[form] % value}\n</tool_call>"
+    for at in range(0, len(text), step):
+        calls += parser.push(text[at : at + step]).calls
+    (found,) = joined(calls + parser.finish().calls)
+    arguments = found["function"]["arguments"]
+    expected = {"x": expected} if form == "xml" else expected
+    assert strict(arguments) == expected
+    if isinstance(expected, dict):
+        # Anthropic's form.
+        assert strict(dumped(_object(arguments))) == expected
+
+
+def test_numbers_in_arguments_that_are_text_and_in_calls_that_are_cut():
+    parser = ToolParser(False, SCHEMAS)
+    calls = parser.push('<tool_call>\n{"arguments": "{\\"x\\": NaN}", "name": "f"}\n</tool_call>').calls
+    assert strict(joined(calls)[0]["function"]["arguments"]) == {"x": "NaN"}
+    parser = ToolParser(False, SCHEMAS)
+    calls = parser.push('<tool_call>\n{"name": "f", "arguments": {"x": 12').calls + parser.finish().calls
+    assert joined(calls)[0]["function"]["arguments"] == '{"x": 12'
+
+
+def test_what_leaves_the_server_is_json():
+    value = {"a": [float("nan"), -float("inf"), (1.5, float("inf"))], "\ud800": {"b": float("inf")}}
+    expected = {"a": [None, None, [1.5, None]], "\ud800": {"b": None}}
+    assert strict(dumped(value)) == strict(JsonResponse(value).body) == expected
+    assert strict(b"".join(json_pieces(value))) == expected
+    assert frame(value).startswith(b"data: ")
+    assert strict(frame(value)[6:]) == strict(_dumped(value)) == expected
