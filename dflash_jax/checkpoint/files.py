@@ -38,11 +38,32 @@ class _Place:
     shape: tuple[int, ...]
 
 
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Names ``path`` in errors of the operating system, such as that of a full disk, which names no file.
+
+    Raises:
+        InputError: In place of an OSError in the block.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise InputError(f"{path} cannot be written: {e.strerror or e}") from None
+
+
 def write_json(path: Path, value: dict) -> None:
-    """Writes a JSON file atomically: a reader sees the old or the whole new file."""
+    """Writes a JSON file atomically: also after a crash of the machine a reader sees the old or the whole new file.
+
+    Raises:
+        InputError: It cannot be written.
+    """
     half = path.with_name(f"{path.name}.half")
-    half.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    half.replace(path)
+    with writing(path):
+        with half.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
 
 
 @contextmanager
@@ -177,12 +198,20 @@ class TensorFiles(Tensors):
 
 
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes one ``model.safetensors`` that transformers reads."""
+    """Writes one ``model.safetensors`` that transformers reads.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "model.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # a full disk, which the library does not report as an OSError
+        raise InputError(f"{path} cannot be written: {e}") from None
     # The library makes the file private. The directory's permissions decide who can read a checkpoint.
     path.chmod(0o644)
 

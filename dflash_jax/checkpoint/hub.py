@@ -13,7 +13,7 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
     """The directory of a checkpoint. A repo id goes through huggingface_hub, with its cache, offline mode and token.
 
     Args:
-        name: A directory or a repo id.
+        name: A directory, or, as a string, a repo id.
         revision: A branch, tag or commit of the repo.
         download_dir: Directory of downloads, in place of huggingface_hub's cache.
 
@@ -36,7 +36,9 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
         if path.suffix == ".gguf":
             raise InputError(f"{name} is a GGUF file: make a directory of it with dflash convert gguf-to-hf")
         raise InputError(f"{name} is a file: give the directory that holds config.json and the .safetensors files")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or str(name).startswith("."):
+    if isinstance(name, Path):
+        raise InputError(f"{name} does not exist")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise InputError(
             f"{name} does not exist; give a directory, or a Hugging Face repo id such as Qwen/Qwen3.6-35B-A3B"
         )
@@ -45,9 +47,7 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
     try:
         # On a terminal the hub's client has its own bars.
         with progress.step(f"downloading {name}", disable=progress.is_terminal()):
-            return Path(
-                snapshot_download(str(name), revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS)
-            )
+            return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS))
     except Exception as e:  # the hub's client raises many unrelated types
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         hint = _what_to_do(e, download_dir)

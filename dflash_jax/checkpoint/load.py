@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from dflash_jax import progress
 from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.config_files import parsed, read_raw
-from dflash_jax.checkpoint.files import TensorFiles, Tensors, write_tensors
+from dflash_jax.checkpoint.files import TensorFiles, Tensors, write_json, write_tensors
 from dflash_jax.checkpoint.parameters import C, Source, check_quantize, read_parameter, spread
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
@@ -329,7 +329,7 @@ def save_module(
     if tower is not None:
         tensors |= _disk_tensors(tower, vision_entries(tower.config), dtype)
     write_tensors(directory, tensors)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", raw)
 
 
 def _disk_tensors(module, entries: list[Entry], dtype) -> dict[str, np.ndarray]:

@@ -3,6 +3,8 @@
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import cache
 
 from dflash_jax import progress
 from dflash_jax.errors import InputError
@@ -99,3 +101,35 @@ def agreed(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.uint32(value)))
+
+
+def anywhere(flag: Callable[[], bool]) -> Callable[[], bool]:
+    """Starts to ask every process for its flag; all of them call this at the same place.
+
+    Args:
+        flag: This process's own.
+
+    Returns:
+        Whether a process had raised its flag, the same everywhere. Of the only process: its flag as it is then.
+    """
+    import jax
+    import numpy as np
+
+    if jax.process_count() == 1:
+        return flag
+    sharding, reduced = _reduction()
+    own = np.full(jax.local_device_count(), flag())
+    found = reduced(jax.make_array_from_process_local_data(sharding, own))
+    return lambda: bool(found)
+
+
+@cache
+def _reduction():
+    """The sharding of a flag for each device, and the program that says whether one is raised."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("devices",))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec("devices")), jax.jit(lambda x: x.any(), out_shardings=replicated)

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -153,6 +155,12 @@ def read_held_out(config: TrainConfig, llm: LLM) -> list[Prompt]:
     return prompts
 
 
+def held_out_digest(config: TrainConfig) -> str:
+    """Identifies what `read_held_out` gives: acceptance lengths on the same prompts can be compared."""
+    settings = (config.evaluate_prompts, config.evaluate_tokens, Path(config.held_out or "").read_bytes())
+    return blake2b(repr(settings).encode(), digest_size=16).hexdigest()
+
+
 def _sampling(config: TrainConfig, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=config.evaluate_tokens, seed=config.seed)
 
@@ -185,7 +193,8 @@ def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict[str, dict
         InputError: There are no held-out prompts.
     """
     exported = config.directory / "draft"
-    draft = config.draft if config.draft is not None and not exported.exists() else str(exported)
+    # A `Path` is never taken for a repo id.
+    draft = config.draft if config.draft is not None and not exported.exists() else exported
     revision = config.draft_revision if draft == config.draft else None
     options: dict[str, Any] = {
         "dtype": config.dtype,

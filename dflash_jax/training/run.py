@@ -20,8 +20,9 @@ from dflash_jax.training import drafters
 from dflash_jax.training.checkpoints import Checkpoints
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import batches, frequent_tokens
-from dflash_jax.training.evaluation import Acceptance, acceptance_by_temperature, read_held_out
+from dflash_jax.training.evaluation import acceptance_by_temperature, held_out_digest, read_held_out
 from dflash_jax.training.features import FeatureRows
+from dflash_jax.training.locks import locked_by_first
 from dflash_jax.training.losses import MTP_GAMMA, Loss, default_gamma
 from dflash_jax.training.media_rows import with_media
 from dflash_jax.training.optimiser import optimiser
@@ -77,10 +78,9 @@ class TrainingRun:
         self._check_division()
         update = optimiser(config.learning_rate, self.steps, config.optimizer, config.warm_up, config.clip)
         self.trainer = Trainer(self.pair.target, self.pair.draft, recipe, update, vocabulary=vocabulary)
-        self._checkpoints = Checkpoints(config, self.pair.raw, digest)
+        self._checkpoints = Checkpoints(config, self.pair.raw, tell, digest)
         self.step = self._checkpoints.latest
         self.state = self._initial_state()
-        config.directory.mkdir(parents=True, exist_ok=True)
         self._prompts = read_held_out(config, self.pair.llm)
         self._metrics = CsvLog(config.directory, "metrics.csv", self.step)
         # A finished run that is started again measures its last step again.
@@ -129,13 +129,21 @@ class TrainingRun:
         reason = None
         has_bar = sys.stderr.isatty() and distributed.is_first()
         bar = tqdm(total=self.steps, initial=self.step, unit="step", disable=not has_bar)
-        interrupted = None
-        with stop_signal(signal.SIGTERM) as terminated, ExitStack() as later, bar as self._bar:
+        with ExitStack() as caught, bar as self._bar:
+            signals = [caught.enter_context(stop_signal(signal.SIGTERM))]
+
+            def arrived() -> str | None:
+                return next(filter(None, (name() for name in signals)), None)
+
             for batch in self._batches():
+                # Asked before the step, which several processes would have to wait for.
+                is_stopped = distributed.anywhere(lambda: arrived() is not None)
                 self._dispatch(batch)
                 # Not earlier: while the first step compiles, when nothing is to be saved, Ctrl-C ends the process.
-                interrupted = interrupted or later.enter_context(stop_signal(signal.SIGINT))
-                reason, is_last = self._stop_reason(terminated() or interrupted()), self.step >= self.steps
+                if len(signals) == 1:
+                    signals.append(caught.enter_context(stop_signal(signal.SIGINT)))
+                reason = (arrived() or "a signal of another process") if is_stopped() else None
+                is_last = self.step >= self.steps
                 if self.step % self.config.save_every == 0 or is_last or reason:
                     self._save()
                 if reason or is_last:
@@ -171,13 +179,6 @@ class TrainingRun:
         self._pending.append((self.step, sums, norm))
         self._bar.update()
 
-    def _stop_reason(self, signal_name: str | None) -> str | None:
-        """Why the run stops behind this step. Several processes agree on the step."""
-        if jax.process_count() == 1:
-            return signal_name
-        is_checked = self.step % self.config.log_every == 0
-        return "a signal" if is_checked and distributed.agreed(signal_name is not None) else None
-
     def _settle(self) -> None:
         """Waits for the dispatched steps, checks and logs them. Steps are settled before they are saved."""
         while self._pending:
@@ -191,7 +192,7 @@ class TrainingRun:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self._checkpoints.wait()
-        latest = self._checkpoints.latest
+        latest = self._checkpoints.newest_good(self._tell)
         good = f"the last good checkpoint is that of step {latest} in {self.config.output}"
         raise InputError(
             f"step {step}: the loss is {loss}, the gradients' norm {norm}: stopped; "
@@ -223,10 +224,10 @@ class TrainingRun:
         self._settle()
         self._checkpoints.save(self.step, self.state)
 
-    def _evaluate(self) -> dict[float, Acceptance]:
-        """Measures and logs the acceptance length on the held-out prompts, by temperature."""
+    def _evaluate(self) -> None:
+        """Measures and logs the acceptance length on the held-out prompts, and saves the drafter that is the best."""
         if not self._prompts:
-            return {}
+            return
         llm = self.pair.llm.with_drafter(self.trainer.on_host(self.state[0]))
         by_temperature = acceptance_by_temperature(self.config, llm, self._prompts)
         for temperature, measured in by_temperature.items():
@@ -235,20 +236,18 @@ class TrainingRun:
             self._acceptance.add({"step": self.step, "temperature": temperature} | measured.scalars())
             named = {f"{name}/temperature_{temperature:g}": value for name, value in measured.scalars().items()}
             self._trackers.add(self.step, {f"acceptance_{name}": value for name, value in named.items()})
-        return by_temperature
+        note = None
+        if by_temperature and (measured := by_temperature[min(by_temperature)]).rounds:
+            note = {"length": measured.mean, "rates": measured.rates, "of": held_out_digest(self.config)}
+        self._checkpoints.wait()
+        if distributed.agreed(note is not None and self._checkpoints.is_best(note)):
+            self._checkpoints.save(self.step, self.state)
+            self._checkpoints.note(self.step, note or {})
 
     def _finish(self) -> None:
-        """Measures the trained drafter, and exports it with the acceptance at the lowest temperature."""
-        measured, raw = self._evaluate(), dict(self.pair.raw)
-        # Those of the drafter that training began with.
-        for key in ("acceptance_length", "acceptance_rates"):
-            raw.pop(key, None)
-        if measured and (found := measured[min(measured)]).rounds:
-            raw |= {"acceptance_length": round(found.mean, 2), "acceptance_rates": [round(r, 4) for r in found.rates]}
-        drafter, directory = self.trainer.on_host(self.state[0]), self.config.directory / "draft"
-        if distributed.is_first():
-            drafters.export(drafter, raw, directory)
-            self._tell(f"the drafter is in {directory}")
+        """Measures the trained drafter, and exports it or, where another one was better, the best."""
+        self._evaluate()
+        export_checkpoint(self.config, self._checkpoints, self.pair, self.trainer, self._tell, (self.step, self.state))
         self._checkpoints.close()
 
 
@@ -263,22 +262,55 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         The step reached and the last step.
 
     Raises:
-        InputError: The configuration or the data is invalid, or the loss is not finite.
+        InputError: The configuration or the data is invalid, the loss is not finite, or another process trains there.
     """
-    return TrainingRun(config, tell).run()
+    with locked_by_first(config.directory / "fit.lock", config.output):
+        return TrainingRun(config, tell).run()
 
 
 def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
-    """Writes the drafter of the newest checkpoint as a Hugging Face directory.
+    """Writes the drafter of a checkpoint, as `export_checkpoint` chooses it, as a Hugging Face directory.
 
     Raises:
         InputError: There is no checkpoint, or it is of another configuration.
     """
     pair = open_pair(config)
-    checkpoints = Checkpoints(config, pair.raw)
+    checkpoints = Checkpoints(config, pair.raw, tell)
     update = optimiser(config.learning_rate, 1, config.optimizer)
     trainer = Trainer(pair.target, pair.draft, recipe_of(config, pair), update)
-    drafter = trainer.on_host(checkpoints.restore(trainer.abstract_state(), trainer.shardings())[0])
+    export_checkpoint(config, checkpoints, pair, trainer, tell)
+
+
+def export_checkpoint(
+    config: TrainConfig,
+    checkpoints: Checkpoints,
+    pair: Pair,
+    trainer: Trainer,
+    tell: Callable[[str], None],
+    last: tuple[int, tuple] | None = None,
+) -> None:
+    """Writes the best measured drafter, or without a measurement the newest, into ``OUTPUT/draft``.
+
+    Args:
+        config: The run.
+        checkpoints: Its checkpoints.
+        pair: The target and the drafter's configuration.
+        trainer: Knows the state's shapes.
+        tell: Receives a line that says which it is.
+        last: The newest step and its state, where they are in memory.
+    """
+    newest, state = last or (checkpoints.latest, None)
+    step, measured = checkpoints.good_best(tell) or (newest, None)
+    if state is None or step != newest:
+        state = checkpoints.restore(trainer.abstract_state(), trainer.shardings(), step)
+    # Those of the drafter that training began with.
+    raw = {k: v for k, v in pair.raw.items() if k not in ("acceptance_length", "acceptance_rates")}
+    which = "the newest"
+    if measured is not None:
+        which = f"the best measured, with acceptance length {measured['length']:.3f}"
+        rates = [round(rate, 4) for rate in measured["rates"]]
+        raw |= {"acceptance_length": round(measured["length"], 2), "acceptance_rates": rates}
+    drafter, directory = trainer.on_host(state[0]), config.directory / "draft"
     if distributed.is_first():
-        drafters.export(drafter, pair.raw, config.directory / "draft")
-    tell(f"step {checkpoints.latest} is in {config.directory / 'draft'}")
+        drafters.export(drafter, raw, directory)
+    tell(f"the drafter of step {step} ({which}) is in {directory}")

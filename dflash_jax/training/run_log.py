@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dflash_jax.checkpoint.files import writing
 from dflash_jax.errors import InputError
 from dflash_jax.parallel import distributed
 from dflash_jax.training.config import TrainConfig
@@ -24,21 +25,40 @@ class CsvLog:
     """
 
     def __init__(self, directory: Path, name: str, last_step: int):
-        """Opens ``directory / name`` and drops its lines behind ``last_step``."""
-        self.path, lines = directory / name, []
-        if self.path.exists() and distributed.is_first():
-            with self.path.open(newline="", encoding="utf-8") as file:
-                lines = [line for line in csv.DictReader(file) if int(line["step"]) <= last_step]
-            self.path.unlink()
-        for line in lines:
-            self.add(line)
+        """Opens ``directory / name`` and drops its lines behind ``last_step``, and one that is not whole.
+
+        Raises:
+            InputError: It is no such log, or cannot be written.
+        """
+        self.path = directory / name
+        if not distributed.is_first() or not self.path.exists():
+            return
+        try:
+            text = self.path.read_bytes().decode("utf-8")
+            header, *lines = text[: text.rfind("\n") + 1].splitlines(True) or [""]
+            kept = [line for line in lines if int(next(csv.DictReader([header, line]))["step"]) <= last_step]
+        except (ValueError, LookupError, TypeError, StopIteration, csv.Error):
+            raise InputError(f"{self.path} is no log of a run, a CSV file with a column step: remove it") from None
+        except OSError as e:
+            raise InputError(f"{self.path} cannot be read: {e.strerror}") from None
+        half = self.path.with_name(f"{name}.half")
+        with writing(self.path):
+            half.write_bytes("".join([header, *kept]).encode())
+            half.replace(self.path)
+            if not kept:
+                # The columns may be others from now on.
+                self.path.unlink()
 
     def add(self, line: dict) -> None:
-        """Appends a line of column names and values; the first line of a file also writes the header."""
+        """Appends a line of column names and values; the first line of a file also writes the header.
+
+        Raises:
+            InputError: It cannot be written.
+        """
         if not distributed.is_first():
             return
         is_new = not self.path.exists()
-        with self.path.open("a", newline="", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(line))
             if is_new:
                 writer.writeheader()

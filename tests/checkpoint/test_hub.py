@@ -1,5 +1,7 @@
 """Repositories that cannot be downloaded: the error says what to do."""
 
+from pathlib import Path
+
 import pytest
 from huggingface_hub import constants, errors
 
@@ -38,3 +40,11 @@ def test_offline_the_error_names_the_place_that_was_searched(monkeypatch, tmp_pa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=rf"HF_HUB_OFFLINE is set, and {tmp_path} does not have it. Give a local"):
         resolve("a/b", download_dir=tmp_path)
+
+
+def test_a_path_is_never_taken_for_a_repo(monkeypatch, tmp_path):
+    """What the program joins itself, such as OUTPUT/draft, has the form of a repo id."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("it downloads"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="^run/draft does not exist$"):
+        resolve(Path("run") / "draft")

@@ -127,3 +127,34 @@ def test_a_missing_package_names_its_extra_before_anything_is_loaded(config, mon
     with pytest.raises(InputError, match=rf'needs the extra {option}: pip install "dflash-jax\[{option}\]"'):
         run.fit(replace(config, **{option: "x"}), pytest.fail)
     check_tracker_packages(config)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe1,2\r\n", b"step,loss\r\nx,1\r\n", b"loss\r\n1\r\n", b"step\r\n\0\r\n", b"step\n\n"]
+)
+def test_a_file_that_is_no_log_is_named_and_stays(tmp_path, content):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=f"{path} is no log of a run.*: remove it"):
+        run_log.CsvLog(tmp_path, "metrics.csv", 3)
+    assert path.read_bytes() == content
+
+
+def test_lines_up_to_the_step_stay_but_for_one_that_is_not_whole(tmp_path):
+    path = tmp_path / "metrics.csv"
+    for content, kept in (
+        (b"step,loss\r\n1,2\r\n10,3\r\n", b"step,loss\r\n1,2\r\n"),
+        (b"step,loss\r\n1,2\r\n3,", b"step,loss\r\n1,2\r\n"),
+        (b"step,loss\r\n1", b"step,loss\r\n"),
+        (b"", b"step,loss\r\n"),
+    ):
+        path.write_bytes(content)
+        run_log.CsvLog(tmp_path, "metrics.csv", 5).add({"step": 6, "loss": 7})
+        assert path.read_bytes() == kept + b"6,7\r\n"
+
+
+def test_a_full_disk_is_named_by_the_log(tmp_path):
+    log = run_log.CsvLog(tmp_path, "metrics.csv", 0)
+    log.path.symlink_to("/dev/full")
+    with pytest.raises(InputError, match=f"^{log.path} cannot be written: No space left on device$"):
+        log.add({"step": 1})

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,6 +26,7 @@ from dflash_jax.training import checkpoints, features, run
 from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training.config import TrainConfig, read_toml
 from dflash_jax.training.data import read_documents
+from dflash_jax.training.evaluation import Acceptance
 from dflash_jax.training.regenerate import regenerate
 from tests.training.talks import TALKS
 from tests.training.test_run_log import scalars
@@ -362,6 +365,44 @@ def test_a_finished_run_is_measured_again_and_logged_once(config, tmp_path):
     assert log.read_text().splitlines() == lines
 
 
+def test_the_best_measured_drafter_is_exported(config, tmp_path, monkeypatch):
+    """Decoding decides, not the number of steps; also after a stop, and by export."""
+    mine = replace(config, output=str(tmp_path), held_out=config.data[0], evaluate_prompts=1, evaluate_tokens=4)
+    mine = replace(mine, evaluate_every=1, keep=1)
+    lengths, drafts = iter([1.2, 1.9, 1.5, 1.4, 1.1, 1.3]), []
+
+    def measured(config, llm, prompts):
+        drafts.append(jax.tree.map(np.asarray, jax.tree.leaves(llm.drafter)))
+        return {0.0: Acceptance(next(lengths), 10, 1, 0, (0.4, 0.2))}
+
+    monkeypatch.setattr(run, "acceptance_by_temperature", measured)
+    said: list[str] = []
+    place, calls = run.place, []
+
+    def signalled(array, sharding):
+        calls.append(1)
+        if len(calls) == 3 * 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return place(array, sharding)
+
+    monkeypatch.setattr(run, "place", signalled)
+    assert run.fit(mine, said.append) == (4, 6)
+    assert run.fit(mine, said.append) == (6, 6)
+    directory = tmp_path / "draft"
+    assert said[-1] == f"the drafter of step 2 (the best measured, with acceptance length 1.900) is in {directory}"
+    assert sorted(p.name for p in tmp_path.glob("checkpoints/*")) == ["2", "6"]
+    exported = json.loads((directory / "config.json").read_text())
+    assert (exported["acceptance_length"], exported["acceptance_rates"]) == (1.9, [0.4, 0.2])
+    files = TensorFiles(directory)
+    contents = {name: files.read(name) for name in files}
+    flat = np.concatenate([np.ravel(x).astype(np.float32) for x in contents.values()])
+    best = np.concatenate([np.ravel(x).astype(jnp.bfloat16).astype(np.float32) for x in drafts[1]])
+    assert np.sort(flat).tolist() == np.sort(best).tolist()
+    run.export(mine, said.append)
+    assert said[-1] == said[-2]
+    assert all(np.array_equal(TensorFiles(directory).read(name), x) for name, x in contents.items())
+
+
 def test_features_of_another_target_are_refused(config, tmp_path):
     pair = run.open_pair(config)
     rows = pair.rows(config, print)
@@ -384,7 +425,7 @@ def test_features_of_another_target_are_refused(config, tmp_path):
         (["fit", "--taps", "9"], "taps target layers [9]"),
         (["fit", "--sequence-length", "9000"], "8192 positions"),
         (["fit", "--mask-token-id", "600"], "mask_token_id 600"),
-        (["evaluate"], "is not"),
+        (["evaluate"], "run/draft does not exist"),
         (["export", "--output", "nothing"], "no checkpoint"),
         (["cache"], "cache needs --data"),
         (["teach"], "invalid choice"),
@@ -398,8 +439,6 @@ def test_what_is_wrong_is_one_line(options, message, data, capsys, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     if options != ["fit"] and options[0] == "fit" and "--data" not in options:
         options = [*options, "--data", str(data)]
-    if options == ["evaluate"]:
-        message = "run/draft"
     assert main(options) == 2
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith("error: ")
@@ -431,7 +470,7 @@ def test_what_a_bucket_needs_is_told(config, monkeypatch):
 
     monkeypatch.setattr(checkpoints.epath, "Path", missing)
     with pytest.raises(InputError, match=r"output gs://b/mine: Please install gcsfs \(pip install .dflash-jax\[gcs\]"):
-        checkpoints.Checkpoints(replace(config, output="gs://b/mine"), {})
+        checkpoints.Checkpoints(replace(config, output="gs://b/mine"), {}, print)
 
 
 def test_there_is_a_config_for_every_drafter():
