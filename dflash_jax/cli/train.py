@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.aliases import add_aliases, take_aliases
@@ -193,6 +194,7 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         from dflash_jax.training import run as training
         from dflash_jax.training.draft_vocabulary import write_draft_tokens
         from dflash_jax.training.evaluation import evaluate
+        from dflash_jax.training.locks import locked_by_first
         from dflash_jax.training.pair import open_pair
 
     if command == "fit":
@@ -202,7 +204,8 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         if config.features is None:
             raise InputError("cache needs --features: a directory to write to")
         pair = open_pair(config)
-        features.write(config, pair.rows(config, tell), pair, tell)
+        with locked_by_first(Path(config.features) / "cache.lock", config.features):
+            features.write(config, pair.rows(config, tell), pair, tell)
     elif command == "export":
         training.export(config, tell)
     elif command == "tokens":

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dflash_jax.checkpoint.files import writing
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_target
 from dflash_jax.frontend.llm_config import TINY
@@ -30,6 +31,7 @@ def write_draft_tokens(config: TrainConfig, tell: Callable[[str], None]) -> None
     drafter = config.directory / "draft"
     path = (drafter if (drafter / "config.json").exists() else config.directory) / DRAFT_TOKENS
     if distributed.is_first():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")
     tell(f"{len(ids)} tokens, {np.isin(learned, ids).mean():.1%} of the answers, are in {path}")

@@ -1,6 +1,5 @@
 """A cache of the target's features on disk: computed once, read in every epoch."""
 
-import json
 import shutil
 from collections.abc import Callable
 from hashlib import blake2b
@@ -12,6 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax import progress
+from dflash_jax.checkpoint.config_files import read_json
+from dflash_jax.checkpoint.files import write_json
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.parallel import distributed
@@ -90,13 +91,13 @@ def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str
     directory = _directory(config)
     directory.mkdir(parents=True, exist_ok=True)
     sizes, description = row_bytes(record), directory / RECORD
-    if description.exists() and json.loads(description.read_text()) != record:
+    if description.exists() and read_json(description) != record:
         raise InputError(f"{directory} has a cache of other features: give another directory, or remove it")
     # Every process reads the description before the first one writes it.
     distributed.agreed(0)
     is_writer = distributed.is_first()
     if is_writer:
-        description.write_text(json.dumps(record) + "\n")
+        write_json(description, record)
     paths = [directory / name for name, size in zip((FEATURES, HIDDEN), sizes, strict=True) if size]
     done = min(p.stat().st_size // s if p.exists() else 0 for p, s in zip(paths, sizes, strict=False))
     done = distributed.agreed(done)
@@ -154,11 +155,10 @@ class FeatureRows:
             InputError: The cache is missing, incomplete or of other rows.
         """
         directory = _directory(config)
-        try:
-            description = json.loads((directory / RECORD).read_text())
-        except OSError as e:
-            raise InputError(f"features {directory} cannot be read: {e.strerror}: make them with `cache`") from None
-        expected = record_of(rows, pair, description["hidden"])
+        if not (directory / RECORD).exists():
+            raise InputError(f"features {directory} have no {RECORD}: make them with `cache`")
+        description = read_json(directory / RECORD)
+        expected = record_of(rows, pair, description.get("hidden", False))
         wrong = [f"{k} is {description.get(k)!r}, not {v!r}" for k, v in expected.items() if description.get(k) != v]
         if needed and not description["hidden"]:
             wrong.append("it has no hidden states, which this loss needs: run `cache` with the same loss")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
+from dflash_jax.checkpoint.config_files import read_json
+from dflash_jax.checkpoint.files import write_json, writing
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.media import by_kind
@@ -25,6 +27,7 @@ from dflash_jax.training.conversations import (
     text_of,
 )
 from dflash_jax.training.data import Skipped, fault, read_lines
+from dflash_jax.training.locks import locked
 from dflash_jax.training.media import NO_TOWER
 from dflash_jax.training.remote import RemoteTarget
 
@@ -99,7 +102,12 @@ class Progress:
         self.settings = {name: getattr(config, name) for name in names} | {"data": digest}
         if parts := [part for line in prompts for part in line.parts]:
             self.settings["media"] = digest_of_files(parts)
-        previous = json.loads(self.record.read_text()) if self.record.exists() else None
+        previous = read_json(self.record) if self.record.exists() else None
+        names = ("settings", "done", "unanswered", "bytes")
+        if previous is not None and not all(
+            isinstance(previous.get(n), dict if n == "settings" else int) for n in names
+        ):
+            raise InputError(f"{self.record} is no record of answers: give another --output, or remove both")
         if previous is None and path.exists() and path.stat().st_size:
             raise InputError(f"{path} has no {self.record.name} beside it: give another --output, or remove it")
         counts = ("done", "unanswered", "bytes")
@@ -115,18 +123,18 @@ class Progress:
 
     def add(self, lines: list[dict], count: int) -> None:
         """Appends the lines of ``count`` more prompts, over bytes that an earlier call wrote and did not count."""
-        with self.path.open("r+b" if self.path.exists() else "wb") as file:
+        with writing(self.path), self.path.open("r+b" if self.path.exists() else "wb") as file:
             file.truncate(self.bytes)
             file.seek(self.bytes)
             for line in lines:
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self.bytes = file.tell()
+            file.flush()
+            os.fsync(file.fileno())
         self.done += count
         self.unanswered += count - len({line["source"] for line in lines})
-        fresh = self.record.with_suffix(".new")
         counts = {"done": self.done, "unanswered": self.unanswered, "bytes": self.bytes}
-        fresh.write_text(json.dumps({"settings": self.settings, **counts}) + "\n")
-        fresh.replace(self.record)
+        write_json(self.record, {"settings": self.settings, **counts})
 
 
 def regenerate(config: TrainConfig, llm: LLM | RemoteTarget, path: Path, tell: Callable[[str], None]) -> int:
@@ -151,7 +159,18 @@ def regenerate(config: TrainConfig, llm: LLM | RemoteTarget, path: Path, tell: C
     skipped = Skipped() if config.skip_bad_lines else None
     no_media = REMOTE_MEDIA if isinstance(llm, RemoteTarget) else NO_TOWER if llm.media is None else None
     prompts = list(read_prompts(config, skipped, no_media))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_suffix(".lock"), str(path)):
+        return _regenerate(config, llm, prompts, path, tell, skipped)
+
+
+def _regenerate(
+    config: TrainConfig,
+    llm: LLM | RemoteTarget,
+    prompts: Sequence[PromptLine],
+    path: Path,
+    tell: Callable[[str], None],
+    skipped: Skipped | None,
+) -> int:
     progress, size = Progress(config, prompts, path), max(GROUP, TURNS * llm.slots)
     if done := progress.done:
         tell(f"{done} of {len(prompts)} were answered before")

@@ -46,5 +46,5 @@ def test_a_path_is_never_taken_for_a_repo(monkeypatch, tmp_path):
     """What the program joins itself, such as OUTPUT/draft, has the form of a repo id."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("it downloads"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="^run/draft does not exist$"):
+    with pytest.raises(InputError, match=r"^run/draft does not exist$"):
         resolve(Path("run") / "draft")

@@ -1,6 +1,9 @@
 """How processes learn of each other, without starting any."""
 
 import os
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -69,3 +72,46 @@ def test_the_only_process_of_a_host_has_all_of_its_devices(calls, monkeypatch, e
         monkeypatch.setenv(name, value)
     distributed.start()
     assert calls[0].get("local_device_ids") == ([] if has_all else None)
+
+
+RAISES_ITS_FLAG_AT = """if 1:
+    import sys
+    from dflash_jax.parallel import distributed
+    distributed.start()
+    for step in range(6):
+        is_raised = distributed.anywhere(lambda: sys.argv[1] == "1" and step == 3)
+        if is_raised():
+            break
+    print("stopped at", step, flush=True)
+"""
+
+
+def test_a_flag_of_any_process_is_seen_by_all_at_the_same_step():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RAISES_ITS_FLAG_AT, str(i)],
+            env={**environment, "JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    said = [process.communicate()[0] for process in processes]
+    assert ["stopped at 3" in text for text in said] == [True, True], said
+
+
+def test_a_process_alone_has_its_flag_as_it_is_when_asked():
+    raised = [False]
+    is_raised = distributed.anywhere(lambda: raised[0])
+    assert not is_raised()
+    raised[0] = True
+    assert is_raised()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -27,6 +27,7 @@ from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training.config import TrainConfig, read_toml
 from dflash_jax.training.data import read_documents
 from dflash_jax.training.evaluation import Acceptance
+from dflash_jax.training.locks import locked
 from dflash_jax.training.regenerate import regenerate
 from tests.training.talks import TALKS
 from tests.training.test_run_log import scalars
@@ -164,6 +165,15 @@ def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, mo
         assert value == pytest.approx(float(lines[at][name]), rel=1e-6)
 
 
+def test_a_signal_of_another_process_stops_at_the_step(config, tmp_path, monkeypatch):
+    asked = iter([False, True])
+    monkeypatch.setattr(run.distributed, "anywhere", lambda _: partial(next, asked))
+    said: list[str] = []
+    assert run.fit(replace(config, output=str(tmp_path)), said.append) == (2, 6)
+    assert said[-1] == "a signal of another process: stopped behind step 2; the same command goes on from there"
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["2"]
+
+
 def test_killed_in_the_middle(whole, config, tmp_path):
     """As by a machine that goes down: the newest checkpoint is whole, and the run ends as if nothing had been."""
     options = ["--layers", "1", "--block-size", "4", "--taps", "1", "3", "--sequence-length", "96", "--rows", "2"]
@@ -176,6 +186,12 @@ def test_killed_in_the_middle(whole, config, tmp_path):
     process.wait()
     assert run.fit(replace(config, output=str(tmp_path)), print) == (6, 6)
     assert_same_bits(parameters(tmp_path), parameters(whole[0]))
+
+
+def test_two_runs_in_one_directory_are_refused(config, tmp_path):
+    with locked(tmp_path / "fit.lock", "x"), pytest.raises(InputError, match=f"another process writes {tmp_path}: "):
+        run.fit(replace(config, output=str(tmp_path)), print)
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.lock"]
 
 
 def test_another_configuration_is_refused(whole, config):
@@ -202,6 +218,13 @@ def test_features_from_disk_are_those_of_the_target(whole, config, tmp_path):
     run.fit(cached, print)
     a, b = ((p / "metrics.csv").read_text().splitlines()[1].split(",") for p in (tmp_path / "run", whole[0]))
     assert abs(float(a[1]) - float(b[1])) < 0.02
+    description = tmp_path / "cache" / "features.json"
+    described = description.read_text()
+    description.write_text("")
+    with pytest.raises(InputError, match=r"features\.json is not JSON"):
+        run.fit(cached, print)
+    assert main(argv) == 2
+    description.write_text(described)
     with pytest.raises(InputError, match="hidden states"):
         run.fit(replace(cached, loss="kl", output=str(tmp_path / "kl")), print)
     with pytest.raises(InputError, match=r"other rows: .*sequence_length is 96"):
@@ -297,9 +320,15 @@ def test_regenerated_answers_are_the_targets_own(data, tmp_path, monkeypatch):
     path.write_text("")
     with pytest.raises(InputError, match="has less than"):
         regenerate(config, llm, path, print)
+    for broken in ("", "{}", '{"settings": 1, "done": 1, "unanswered": 0, "bytes": 9}'):
+        record.write_text(broken)
+        with pytest.raises(InputError, match=r"r\.json is no"):
+            regenerate(config, llm, path, print)
     record.unlink()
     path.write_text(text)
     with pytest.raises(InputError, match=r"no r.json beside it"):
+        regenerate(config, llm, path, print)
+    with locked(tmp_path / "r.lock", "x"), pytest.raises(InputError, match=r"another process writes .*r\.jsonl"):
         regenerate(config, llm, path, print)
     documents = read_documents([path], None, llm.config.vocab_size)
     assert all(d.mask.sum() == len(line["response_ids"]) for d, line in zip(documents, lines, strict=True))
