@@ -160,9 +160,11 @@ class Prompts:
             fits = f"at most {self.max_len} tokens fit, which have {most} characters at most"
             raise InputError(f"{name} has {len(text)} characters: {fits}")
 
-    def encode_chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict], thinking: bool | None = None, tools: list[dict] | None = None
+    ) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template."""
-        return self.encode_plain(self.render_chat(messages, thinking))
+        return self.encode_plain(self.render_chat(messages, thinking, tools=tools))
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in which a chat template has put the special tokens. Raises InputError for no UTF-8."""

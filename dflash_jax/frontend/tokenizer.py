@@ -9,8 +9,10 @@ from pathlib import Path
 import jinja2
 import tokenizers
 
+from dflash_jax.argument_checks import is_text
 from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.messages import template_messages
 
 # Errors of a chat template and of the library that renders it.
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, SyntaxError)
@@ -231,7 +233,7 @@ class Tokenizer:
         """Renders a conversation with the chat template, which runs in a sandbox.
 
         Args:
-            messages: ``{"role", "content"}`` of each message.
+            messages: ``{"role", "content"}`` of each message, in OpenAI's form.
             thinking: The template's enable_thinking; None takes its default.
             tools: Tools that the model may call, as JSON schemas.
             ask: Whether the text goes on to where the answer begins.
@@ -247,20 +249,23 @@ class Tokenizer:
             options["enable_thinking"] = thinking
         try:
             return self._full.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=ask, **options
+                template_messages(messages), tools=tools, tokenize=False, add_generation_prompt=ask, **options
             )
         except REFUSALS as e:
             raise InputError(f"the chat template does not take this conversation: {reason(e)}") from None
 
-    def mark_answers(self, messages: list[dict], where: str) -> tuple[list[int], list[bool]]:
+    def mark_answers(
+        self, messages: list[dict], where: str, tools: list[dict] | None = None
+    ) -> tuple[list[int], list[bool]]:
         """Encodes a conversation for training.
 
         Answers are known from the template's generation markers. For a template without them, an answer is the text
         that it adds to the conversation before it.
 
         Args:
-            messages: ``{"role", "content"}`` of each message.
+            messages: ``{"role", "content"}`` of each message, in OpenAI's form.
             where: Names the conversation in errors.
+            tools: Tools that the model may call, as JSON schemas.
 
         Returns:
             Token ids, and whether each is the assistant's.
@@ -272,7 +277,11 @@ class Tokenizer:
         if "generation %}" in (self.chat_template or "") or "generation -%}" in (self.chat_template or ""):
             try:
                 encoded = self._full.apply_chat_template(
-                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                    template_messages(messages),
+                    tools=tools,
+                    tokenize=True,
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
                 )
             except REFUSALS as e:
                 raise InputError(f"{where}: the chat template does not take this conversation: {reason(e)}") from None
@@ -284,10 +293,12 @@ class Tokenizer:
             if message["role"] != "assistant":
                 continue
             try:
-                base, asked = (self.render_chat(messages[:i], ask=ask) for ask in (False, True))
-                after = self.render_chat(messages[: i + 1], ask=False)
+                base, asked = (self.render_chat(messages[:i], tools=tools, ask=ask) for ask in (False, True))
+                after = self.render_chat(messages[: i + 1], tools=tools, ask=False)
             except InputError as e:
                 raise InputError(f"{where}: {e}") from None
+            if not is_text(after):
+                raise InputError(f"{where}: the text of messages is not text that UTF-8 can hold")
             if not (asked.startswith(base) and after.startswith(base) and base.startswith(shown)):
                 raise InputError(
                     f"{where}: the chat template has no generation marker and rewrites earlier turns, so it cannot be "

@@ -6,13 +6,13 @@ from random import Random
 from typing import Any
 
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.messages import call_arguments
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.server import chat_schema, resume
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.json_text import loaded
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
@@ -212,7 +212,7 @@ def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> t
         if m.name is not None:
             message["name"] = m.name
         if m.tool_calls:
-            message["tool_calls"] = [_call(c, f"messages[{i}].tool_calls[{j}]") for j, c in enumerate(m.tool_calls)]
+            message["tool_calls"] = [_call(call) for call in m.tool_calls]
         converted.append(message)
     return converted, media
 
@@ -228,15 +228,9 @@ def _check_arguments(messages: Sequence[chat_schema.Message], most: int) -> None
         raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
 
 
-def _call(call: chat_schema.Call, where: str) -> dict:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = loaded(arguments or "{}")
-        except (ValueError, RecursionError):
-            # A model wrote invalid JSON: the template shows it unchanged.
-            arguments = call.function.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _call(call: chat_schema.Call) -> dict:
+    function = {"name": call.function.name, "arguments": call_arguments(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def check_parameters(schema: dict, where: str) -> None:

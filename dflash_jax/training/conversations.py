@@ -1,8 +1,9 @@
 """Conversations in the lines of training data: their form, and the images and videos that they name."""
 
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,27 +13,129 @@ from dflash_jax.media.parts import MediaPart, is_medium, split_media
 
 # A line's key for the directory that its paths begin at, relative to the line's file; its default is the file's own.
 DIRECTORY = "media_directory"
+# Roles of the senders of ShareGPT's form; function_call is the assistant's, too.
+SENDERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
 
 
-def messages_of(record: dict, where: str) -> list[dict]:
-    """The conversation of a line.
+@dataclass(frozen=True)
+class Conversation:
+    """The conversation of a line, in OpenAI's form.
+
+    Attributes:
+        messages: With roles, and contents that are text, lists of parts or, beside calls, None.
+        tools: Tools that the model may call, as JSON schemas; None for none.
+    """
+
+    messages: list[dict]
+    tools: list[dict] | None = None
+
+
+def conversation_of(record: dict, where: str) -> Conversation | None:
+    """The conversation of a line: OpenAI's ``messages`` or ShareGPT's ``conversations``, with ``tools``.
+
+    Returns:
+        None for a line that has neither.
 
     Raises:
-        InputError: ``messages`` is not a list of messages with roles, whose contents are text or lists of parts.
+        InputError: A message or a tool is wrong.
     """
-    messages = record["messages"]
+    if "messages" in record:
+        name, messages = "messages", record["messages"]
+    elif "conversations" in record:
+        name, messages = "conversations", record["conversations"]
+    else:
+        return None
     if not isinstance(messages, list) or not messages:
-        raise InputError(f"{where}: messages must be a list, and not empty")
+        raise InputError(f"{where}: {name} must be a list, and not empty")
+    if name == "conversations":
+        messages = [_from_sharegpt(m, f"{where}: conversations[{i}]") for i, m in enumerate(messages)]
+        if (system := record.get("system")) and messages[0].get("role") != "system":
+            messages.insert(0, {"role": "system", "content": system})
     for i, m in enumerate(messages):
+        at = f"{where}: {name}[{i}]"
         content = m.get("content") if isinstance(m, dict) else None
-        if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(content, str | list):
-            raise InputError(f"{where}: messages[{i}] must have a role and a content: text, or a list of parts")
+        calls = m.get("tool_calls") if isinstance(m, dict) else None
+        if calls:
+            _check_calls(calls, at)
+        is_valid = isinstance(content, str | list) or (content is None and calls)
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not is_valid:
+            raise InputError(f"{at} must have a role and a content: text, or a list of parts")
         if isinstance(content, str):
-            text_of(content, f"{where}: messages[{i}]")
-            continue
-        for j, part in enumerate(content):
-            _check_part(part, f"{where}: messages[{i}].content[{j}]")
-    return messages
+            text_of(content, at)
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            _check_part(part, f"{at}.content[{j}]")
+    return Conversation(messages, _tools_of(record.get("tools"), where))
+
+
+def _check_calls(calls: object, where: str) -> None:
+    """Raises InputError for calls that are not in OpenAI's form."""
+    for j, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function") if isinstance(call, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not named or not isinstance(function.get("arguments"), str | dict | None):
+            form = '{"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
+            raise InputError(f"{where}.tool_calls[{j}] is {shown(call)}: a call is like {form}")
+
+
+def _tools_of(given: object, where: str) -> list[dict] | None:
+    """The tools of a line: a list, or the JSON text of one, of OpenAI's tools or their functions alone."""
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given or "[]")
+        except (ValueError, RecursionError) as e:
+            raise InputError(f"{where}: tools is text that is not JSON: {e}") from None
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        raise InputError(f"{where}: tools is {shown(tools)}: it must be a list of tools")
+    found = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            form = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
+            raise InputError(f"{where}: tools[{i}] is {shown(tool)}: a tool is like {form}")
+        found.append(tool if function is not tool else {"type": "function", "function": tool})
+    return found
+
+
+def _from_sharegpt(turn: object, where: str) -> dict:
+    """A turn of ShareGPT's form as a message; a message stays.
+
+    Raises:
+        InputError: The turn's sender is unknown, or its calls are not JSON.
+    """
+    if isinstance(turn, dict) and "role" in turn:
+        return turn
+    sender, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+    if sender == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": _calls_of(value, where)}
+    if not isinstance(sender, str) or sender not in SENDERS or not isinstance(value, str):
+        known = ", ".join([*SENDERS, "function_call"])
+        raise InputError(f"{where} is {shown(turn)}: it must have a value, a text, and a from: {known}")
+    return {"role": SENDERS[sender], "content": value}
+
+
+def _calls_of(value: object, where: str) -> list[dict]:
+    """The calls of a ``function_call`` of ShareGPT's form: the JSON of one, or of a list."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise InputError(f'{where} is {shown(value)}: a call is JSON such as {{"name": "…", "arguments": {{…}}}}')
+    functions = [{"name": call["name"], "arguments": call.get("arguments")} for call in calls]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _check_part(part: object, where: str) -> None:
@@ -84,7 +187,7 @@ def split_conversation(messages: Sequence[dict], where: str, directory: Path) ->
     """Takes images and videos out of a conversation of a data file.
 
     Args:
-        messages: The conversation, of `messages_of`.
+        messages: Those of `conversation_of`.
         where: "file:line" for errors.
         directory: Where relative paths begin.
 
@@ -100,7 +203,7 @@ def split_conversation(messages: Sequence[dict], where: str, directory: Path) ->
         raise InputError(f"{where}: {e}") from None
     for message in rendered:
         # Templates of text models print a list as Python writes it.
-        if isinstance(content := message["content"], list) and all(part["type"] == "text" for part in content):
+        if isinstance(content := message.get("content"), list) and all(part["type"] == "text" for part in content):
             message["content"] = "".join(part["text"] for part in content)
     return rendered, [_located(replace(part, where=f"{where}: {part.where}"), directory) for part in parts]
 

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.media.parts import MediaPart
-from dflash_jax.training.conversations import DIRECTORY, directory_of, messages_of, split_conversation, text_of
+from dflash_jax.training.conversations import DIRECTORY, conversation_of, directory_of, split_conversation, text_of
 from dflash_jax.training.media import NO_TOWER, DocumentMedia, Placer
 
 
@@ -92,9 +92,9 @@ def as_document(record: dict, where: str, tokenizer: Tokenizer | None, place: Pl
     """Tokenises a line.
 
     Args:
-        record: With ``prompt_ids`` and ``response_ids`` (the response is learned), ``messages`` (the assistant's turns
-            are learned) or ``text`` (all of it is learned). ``prompt_ids`` that `regenerate` wrote behind images or
-            videos have one pad for each of those of the line's ``messages``.
+        record: With ``prompt_ids`` and ``response_ids`` (the response is learned), a conversation (the assistant's
+            turns are learned) or ``text`` (all of it is learned). ``prompt_ids`` that `regenerate` wrote behind images
+            or videos have one pad for each of those of the line's ``messages``.
         where: "file:line" for errors.
         tokenizer: The target's, None for a target without one.
         place: Places images and videos among the tokens; None for a target that takes none.
@@ -109,21 +109,20 @@ def as_document(record: dict, where: str, tokenizer: Tokenizer | None, place: Pl
             if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
                 raise InputError(f"{where}: {name} must be a list of token ids")
         tokens, mask = [*prompt, *response], [False] * len(prompt) + [True] * len(response)
-        if DIRECTORY in record and "messages" in record:
-            _, parts = split_conversation(messages_of(record, where), where, directory_of(record, where))
+        if DIRECTORY in record and (conversation := conversation_of(record, where)) is not None:
+            _, parts = split_conversation(conversation.messages, where, directory_of(record, where))
     elif tokenizer is None:
         raise InputError(f"{where}: the target has no tokenizer: lines must have prompt_ids and response_ids")
-    elif "messages" in record:
-        messages = messages_of(record, where)
-        if not any(m["role"] == "assistant" for m in messages):
+    elif (conversation := conversation_of(record, where)) is not None:
+        if not any(m["role"] == "assistant" for m in conversation.messages):
             raise InputError(f"{where}: the conversation has no assistant turn to learn from")
-        rendered, parts = split_conversation(messages, where, directory_of(record, where))
-        tokens, mask = tokenizer.mark_answers(rendered, where)
+        rendered, parts = split_conversation(conversation.messages, where, directory_of(record, where))
+        tokens, mask = tokenizer.mark_answers(rendered, where, conversation.tools)
     elif isinstance(record.get("text"), str):
         tokens = tokenizer.encode(text_of(record["text"], where))
         mask = [True] * len(tokens)
     else:
-        raise InputError(f"{where}: a line must have messages, text, or prompt_ids and response_ids")
+        raise InputError(f"{where}: a line must have messages, conversations, text, or prompt_ids and response_ids")
     media = None
     if parts:
         if place is None:

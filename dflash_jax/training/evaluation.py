@@ -21,7 +21,7 @@ from dflash_jax.frontend.prompts import Prompt
 from dflash_jax.models.drafting import DrafterWrapper
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.conversations import at_line, directory_of, messages_of, split_conversation
+from dflash_jax.training.conversations import at_line, conversation_of, directory_of, split_conversation
 from dflash_jax.training.data import read_lines
 
 # Temperatures at which a drafter is measured.
@@ -87,12 +87,12 @@ def prompt_of(record: dict, where: str, llm: LLM) -> Prompt:
         return llm.encode(record["prompt_ids"])
     if isinstance(text := record.get("prompt", record.get("text")), str):
         return llm.encode(text)
-    if "messages" not in record:
-        raise InputError(f"{where}: a line must have messages, prompt, text or prompt_ids")
-    messages = messages_of(record, where)
+    if (conversation := conversation_of(record, where)) is None:
+        raise InputError(f"{where}: a line must have messages, conversations, prompt, text or prompt_ids")
+    messages = conversation.messages
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     rendered, parts = split_conversation(messages[:first], where, directory_of(record, where))
-    ids = llm.encode_chat(rendered)
+    ids = llm.encode_chat(rendered, tools=conversation.tools)
     return {"prompt_token_ids": ids, "multi_modal_data": by_kind(parts)} if parts else ids
 
 

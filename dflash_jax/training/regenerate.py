@@ -20,9 +20,9 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.conversations import (
     DIRECTORY,
     at_line,
+    conversation_of,
     digest_of_files,
     directory_of,
-    messages_of,
     split_conversation,
     text_of,
 )
@@ -42,25 +42,32 @@ class PromptLine:
 
     Attributes:
         where: "file:line".
-        prompt: A conversation's turns without the answers, or a text to continue.
+        prompt: A conversation without the answers that the target gives itself, or a text to continue.
         directory: Where relative paths of its images and videos begin.
         parts: All of its images and videos.
+        tools: Tools of the conversation.
     """
 
     where: str
     prompt: list[dict] | str
     directory: Path
     parts: Sequence[MediaPart] = ()
+    tools: list[dict] | None = None
+
+    @property
+    def content(self) -> object:
+        """What the answers depend on, beside the contents of files."""
+        return {"messages": self.prompt, "tools": self.tools} if self.tools else self.prompt
 
 
 def read_prompts(config: TrainConfig, skipped: Skipped | None, no_media: str | None) -> Iterator[PromptLine]:
     """Yields the prompts of ``config.data``; ``no_media``: why images and videos are not possible, or None."""
     for where, record in read_lines(config.data, skipped):
-        parts: Sequence[MediaPart] = ()
+        parts, tools = list[MediaPart](), None
         try:
             directory = directory_of(record, where)
-            if "messages" in record:
-                prompt = [m for m in messages_of(record, where) if m["role"] != "assistant"]
+            if (conversation := conversation_of(record, where)) is not None:
+                prompt, tools = _without_answers(conversation.messages), conversation.tools
                 if not any(m["role"] == "user" for m in prompt):
                     raise InputError(f"{where}: the conversation has no user turn")
                 _, parts = split_conversation(prompt, where, directory)
@@ -69,11 +76,24 @@ def read_prompts(config: TrainConfig, skipped: Skipped | None, no_media: str | N
             elif isinstance(prompt := record.get("prompt", record.get("text")), str) and prompt:
                 text_of(prompt, where)
             else:
-                raise InputError(f"{where}: a line must have messages, prompt or text")
+                raise InputError(f"{where}: a line must have messages, conversations, prompt or text")
         except InputError as e:
             fault(str(e), skipped)
             continue
-        yield PromptLine(where, prompt, directory, parts)
+        yield PromptLine(where, prompt, directory, parts, tools)
+
+
+def _without_answers(messages: Sequence[dict]) -> list[dict]:
+    """Messages without the assistant's, but for those that a tool answers: results belong to the calls of the data."""
+    following = [*messages[1:], {"role": None}]
+    pairs = zip(messages, following, strict=True)
+    return [m for m, after in pairs if m["role"] != "assistant" or after["role"] == "tool"]
+
+
+def _is_answered(message: dict, following: Sequence[dict]) -> bool:
+    """Whether the target answers behind a message: of the user, or the last one of results of tools."""
+    is_result = message["role"] == "tool" and not (following and following[0]["role"] == "tool")
+    return message["role"] == "user" or is_result
 
 
 class Progress:
@@ -98,7 +118,7 @@ class Progress:
         """
         self.path, self.record = path, path.with_name(f"{path.stem}.json")
         names = ("target", "dtype", "temperature", "max_new_tokens", "thinking", "seed")
-        digest = blake2b(json.dumps([line.prompt for line in prompts]).encode(), digest_size=16).hexdigest()
+        digest = blake2b(json.dumps([line.content for line in prompts]).encode(), digest_size=16).hexdigest()
         self.settings = {name: getattr(config, name) for name in names} | {"data": digest}
         if parts := [part for line in prompts for part in line.parts]:
             self.settings["media"] = digest_of_files(parts)
@@ -140,7 +160,8 @@ class Progress:
 def regenerate(config: TrainConfig, llm: LLM | RemoteTarget, path: Path, tell: Callable[[str], None]) -> int:
     """Writes a line for each answer into ``path``, and continues where an earlier call with the same settings stopped.
 
-    A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages. Images and
+    A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages and tools.
+    Behind a call of the data that a tool answers, the conversation goes on with that call. Images and
     videos stay as the data names them: media_directory is where their paths begin, seen from the file of answers, and
     prompt_ids has one pad for each.
 
@@ -196,7 +217,7 @@ def _prompt(
         ids = llm.encode(talk)
         return ids, ids, len(ids)
     messages, parts = split_conversation(talk, line.where, line.directory)
-    ids = llm.encode_chat(messages, thinking)
+    ids = llm.encode_chat(messages, thinking, line.tools)
     if not parts or isinstance(llm, RemoteTarget):
         return ids, ids, len(ids)
     # Decoded once, for the length and for the answer.
@@ -223,7 +244,7 @@ def _answered(
             if not isinstance(prompt, str):
                 while prompt:
                     talks[i].append(prompt.pop(0))
-                    if talks[i][-1]["role"] == "user":
+                    if _is_answered(talks[i][-1], prompt):
                         break
             try:
                 talk = prompt if isinstance(prompt, str) else talks[i]
@@ -242,11 +263,16 @@ def _answered(
         for i, ids, answer in zip(which, encoded, answers, strict=True):
             line = {"source": start + i, "prompt_ids": ids, "response_ids": answer.token_ids}
             if not isinstance(turns := left[i], str):
-                talks[i].append({"role": "assistant", "content": _content(answer.text or "")})
-                line["messages"] = list(talks[i])
+                answered = {"role": "assistant", "content": _content(answer.text or "")}
+                line["messages"] = [*talks[i], answered]
+                if group[i].tools:
+                    line["tools"] = group[i].tools
                 if group[i].parts:
                     line[DIRECTORY] = os.path.relpath(group[i].directory, output)
-                if any(m["role"] == "user" for m in turns):
+                # The data's own calls go before their results.
+                if not turns or turns[0]["role"] != "assistant":
+                    talks[i].append(answered)
+                if any(m["role"] in ("user", "tool") for m in turns):
                     rest[i] = turns
             lines[i].append(line)
         left = rest

@@ -79,9 +79,12 @@ class RemoteTarget:
         """Token ids of a text. Raises InputError where the servers refuse it."""
         return self._run(self._tokens({"prompt": prompt}))
 
-    def encode_chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict], thinking: bool | None = None, tools: list[dict] | None = None
+    ) -> list[int]:
         """Token ids of a conversation through the servers' chat template. Raises InputError where they refuse it."""
         options = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+        options |= {"tools": tools} if tools else {}
         return self._run(self._tokens({"messages": messages, **options}))
 
     def generate(

@@ -63,7 +63,7 @@ def test_a_template_that_rewrites_earlier_turns_is_told():
     [
         ("{", r"bad.jsonl:2: not JSON"),
         ("[]", "bad.jsonl:2: a line must be an object"),
-        ('{"x": 1}', "bad.jsonl:2: a line must have messages, text"),
+        ('{"x": 1}', "bad.jsonl:2: a line must have messages, conversations, text"),
         ('{"messages": [{"role": "user"}]}', r"bad.jsonl:2: messages\[0\] must have a role and a content"),
         ('{"text": ""}', "bad.jsonl:2: the document has 0 tokens"),
         ('{"response_ids": [1, 2, 5000]}', "bad.jsonl:2: token id 5000: ids are 0 to 511"),
