@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import tokenizers
@@ -116,6 +117,12 @@ class Tokenizer:
         if self._given_template is not None:
             full.chat_template = self._given_template
         return full
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What makes the same tokenizer in another process, as JSON can hold it."""
+        options = {"chat_template": self._given_template, "template_options": self.template_options}
+        return {"directory": str(self._directory.absolute()), **options}
 
     @property
     def transformers_tokenizer(self):
@@ -306,7 +313,8 @@ class Tokenizer:
                     f"regenerate, which writes token ids"
                 )
             # The template writes the lines before an answer itself.
-            same = next((k for k, (a, b) in enumerate(zip(asked, after, strict=False)) if a != b), len(asked))
+            pairs = enumerate(zip(asked[len(base) :], after[len(base) :], strict=False), len(base))
+            same = next((k for k, (a, b) in pairs if a != b), len(asked))
             head = after[: max(after.rfind("\n", 0, same) + 1, len(base))]
             for text, is_answer in ((head[len(shown) :], False), (after[len(head) :], True)):
                 ids = self._encode(text, False)

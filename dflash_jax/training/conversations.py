@@ -38,6 +38,12 @@ class Conversation:
     messages: list[dict]
     tools: list[dict] | None = None
 
+    @property
+    def has_media(self) -> bool:
+        """Whether there are images or videos among the contents."""
+        contents = (m.get("content") for m in self.messages)
+        return any(isinstance(content, list) and any(map(is_medium, content)) for content in contents)
+
 
 def conversation_of(record: dict, where: str) -> Conversation | None:
     """The conversation of a line: OpenAI's ``messages`` or ShareGPT's ``conversations``, with ``tools``.

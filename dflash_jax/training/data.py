@@ -1,6 +1,5 @@
 """Conversations → token ids with loss masks → rows of packed documents, in an order given by the step number."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -11,9 +10,9 @@ import numpy as np
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.media.parts import MediaPart
-from dflash_jax.training.conversations import DIRECTORY, conversation_of, directory_of, split_conversation, text_of
 from dflash_jax.training.media import NO_TOWER, DocumentMedia, Placer
+from dflash_jax.training.token_cache import TokenFile, token_file
+from dflash_jax.training.tokenising import ID, LEARNED, Skipped, check_tokens, fault, record_of, tokenised
 
 
 @dataclass(frozen=True)
@@ -31,105 +30,80 @@ class Document:
     media: DocumentMedia | None = None
 
 
-@dataclass
-class Skipped:
-    """Counts lines that were left out.
+class Documents(Sequence[Document]):
+    """Documents of data files, whose tokens are on disk but for those with images or videos.
 
     Attributes:
-        count: Number of lines.
-        first: Why the first line was left out.
+        lengths: Tokens of each, int64 [D].
+        in_memory: Documents by index.
     """
 
-    count: int = 0
-    first: str = ""
+    def __init__(self, files: Sequence[TokenFile], in_memory: dict[int, Document], left_out: Sequence[int] = ()):
+        """Joins files.
 
+        Args:
+            files: The files.
+            in_memory: Those that the files have no tokens of, by index.
+            left_out: Indices of documents that do not count.
+        """
+        lengths = [np.diff(file.ends, prepend=0) for file in files]
+        all_lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
+        for index, document in in_memory.items():
+            all_lengths[index] = len(document.tokens)
+        kept = np.delete(np.arange(len(all_lengths)), np.array(left_out, np.int64))
+        self.lengths = all_lengths[kept]
+        self.in_memory = {int(np.searchsorted(kept, i)): document for i, document in in_memory.items()}
+        self._files, self._kept = files, kept
+        self._firsts = np.cumsum([0, *map(len, lengths)])
 
-def read_lines(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[tuple[str, dict]]:
-    """Reads JSON lines; blank lines are ignored.
+    @classmethod
+    def of(cls, documents: "Sequence[Document]") -> "Documents":
+        """Documents in memory, as they are."""
+        if isinstance(documents, Documents):
+            return documents
+        found = cls([], {})
+        found.lengths = np.array([len(d.tokens) for d in documents], np.int64)
+        found.in_memory = dict(enumerate(documents))
+        return found
 
-    Args:
-        paths: Files.
-        skipped: Counts broken lines instead of raising.
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-    Yields:
-        ("file:line", object).
+    def __getitem__(self, index: int) -> Document:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if (document := self.in_memory.get(index)) is not None:
+            return document
+        place = int(self._kept[index])
+        number = int(np.searchsorted(self._firsts, place, "right")) - 1
+        file, place = self._files[number], place - int(self._firsts[number])
+        stored = np.asarray(file.tokens[int(file.ends[place - 1]) if place else 0 : int(file.ends[place])])
+        return Document((stored & ID).astype(np.int32), stored >= LEARNED)
 
-    Raises:
-        InputError: A file is unreadable or, without ``skipped``, a line is not a JSON object.
-    """
-    for path in map(Path, paths):
-        try:
-            file = path.open("rb")
-        except OSError as e:
-            raise InputError(f"data {path} cannot be read: {e.strerror}") from None
-        with file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line.decode("utf-8"))
-                except UnicodeDecodeError as e:
-                    fault(f"{path}:{number}: not UTF-8: {e.reason} at byte {e.start} of the line", skipped)
-                    continue
-                except (ValueError, RecursionError) as e:
-                    fault(f"{path}:{number}: not JSON: {e}", skipped)
-                    continue
-                if not isinstance(record, dict):
-                    fault(f"{path}:{number}: a line must be an object", skipped)
-                    continue
-                yield f"{path}:{number}", record
-
-
-def fault(message: str, skipped: Skipped | None) -> None:
-    """Raises InputError, or counts the line in ``skipped``."""
-    if skipped is None:
-        raise InputError(message)
-    skipped.count += 1
-    skipped.first = skipped.first or message
+    @property
+    def media(self) -> Iterator[DocumentMedia]:
+        """Images and videos of each document that has some."""
+        return (d.media for d in self.in_memory.values() if d.media is not None)
 
 
 def as_document(record: dict, where: str, tokenizer: Tokenizer | None, place: Placer | None = None) -> Document:
-    """Tokenises a line.
+    """Tokenises a line, and reads its images and videos.
 
     Args:
-        record: With ``prompt_ids`` and ``response_ids`` (the response is learned), a conversation (the assistant's
-            turns are learned) or ``text`` (all of it is learned). ``prompt_ids`` that `regenerate` wrote behind images
-            or videos have one pad for each of those of the line's ``messages``.
+        record: As for `tokenised`.
         where: "file:line" for errors.
         tokenizer: The target's, None for a target without one.
         place: Places images and videos among the tokens; None for a target that takes none.
 
     Raises:
-        InputError: The line is invalid, or has fewer than two tokens.
+        InputError: The line is invalid.
     """
-    parts: list[MediaPart] = []
-    if "response_ids" in record:
-        prompt, response = record.get("prompt_ids", []), record["response_ids"]
-        for name, ids in (("prompt_ids", prompt), ("response_ids", response)):
-            if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
-                raise InputError(f"{where}: {name} must be a list of token ids")
-        tokens, mask = [*prompt, *response], [False] * len(prompt) + [True] * len(response)
-        if DIRECTORY in record and (conversation := conversation_of(record, where)) is not None:
-            _, parts = split_conversation(conversation.messages, where, directory_of(record, where))
-    elif tokenizer is None:
-        raise InputError(f"{where}: the target has no tokenizer: lines must have prompt_ids and response_ids")
-    elif (conversation := conversation_of(record, where)) is not None:
-        if not any(m["role"] == "assistant" for m in conversation.messages):
-            raise InputError(f"{where}: the conversation has no assistant turn to learn from")
-        rendered, parts = split_conversation(conversation.messages, where, directory_of(record, where))
-        tokens, mask = tokenizer.mark_answers(rendered, where, conversation.tools)
-    elif isinstance(record.get("text"), str):
-        tokens = tokenizer.encode(text_of(record["text"], where))
-        mask = [True] * len(tokens)
-    else:
-        raise InputError(f"{where}: a line must have messages, conversations, text, or prompt_ids and response_ids")
+    tokens, mask, parts = tokenised(record, where, tokenizer)
     media = None
     if parts:
         if place is None:
             raise InputError(f"{where}: {NO_TOWER}")
         tokens, mask, media = place(tokens, mask, parts, where)
-    if len(tokens) < 2:
-        raise InputError(f"{where}: the document has {len(tokens)} tokens: it must have two or more")
     return Document(np.array(tokens, np.int32), np.array(mask, bool), media)
 
 
@@ -139,8 +113,9 @@ def read_documents(
     vocab_size: int,
     skipped: Skipped | None = None,
     place: Placer | None = None,
-) -> list[Document]:
-    """Reads and tokenises files.
+    cache: Path | None = None,
+) -> Documents:
+    """Reads and tokenises files; see `token_file`.
 
     Args:
         paths: Files of JSON lines.
@@ -148,20 +123,35 @@ def read_documents(
         vocab_size: Token ids must be below it.
         skipped: Counts invalid lines instead of raising.
         place: As for `as_document`.
+        cache: Where token ids are kept; None: nowhere.
 
     Raises:
         InputError: A line is invalid, or no document can be learned from.
     """
-    documents = []
-    for where, record in read_lines(paths, skipped):
-        try:
-            document = as_document(record, where, tokenizer, place)
-            if document.tokens.max() >= vocab_size:
-                raise InputError(f"{where}: token id {document.tokens.max()}: ids are 0 to {vocab_size - 1}")
-        except InputError as e:
-            fault(str(e), skipped)
-            continue
-        documents.append(document)
+    files, in_memory, left_out = list[TokenFile](), dict[int, Document](), list[int]()
+    first = 0
+    for path in map(Path, paths):
+        with token_file(path, tokenizer, vocab_size, cache) as (file, source):
+            if file.first_fault is not None:
+                number, text = file.first_fault
+                fault(f"{path}:{number}{text}", skipped)
+                assert skipped is not None
+                skipped.count += file.faults - 1
+            with source.open("rb") as lines:
+                for index, number, at in file.media.tolist():
+                    lines.seek(at)
+                    where = f"{path}:{number}"
+                    try:
+                        document = as_document(record_of(lines.readline(), where), where, tokenizer, place)
+                        check_tokens(document.tokens, vocab_size, where)
+                    except InputError as e:
+                        fault(str(e), skipped)
+                        left_out.append(first + index)
+                        continue
+                    in_memory[first + index] = document
+        files.append(file)
+        first += len(file.ends)
+    documents = Documents(files, in_memory, left_out)
     check_learnable(documents, None, paths)
     return documents
 
@@ -220,8 +210,8 @@ class PackedRows:
     """
 
     def __init__(self, documents: Sequence[Document], length: int):
-        self.documents, self.length = documents, length
-        self.rows = pack([len(d.tokens) for d in documents], length)
+        self.documents, self.length = Documents.of(documents), length
+        self.rows = pack(self.documents.lengths.tolist(), length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -245,7 +235,7 @@ class PackedRows:
     @property
     def has_media(self) -> bool:
         """Whether a document has images or videos."""
-        return any(d.media is not None for d in self.documents)
+        return any(True for _ in self.documents.media)
 
     def media_keys(self, index) -> bytes:
         """What identifies the images and videos of a row; empty without any."""
@@ -254,8 +244,8 @@ class PackedRows:
     @property
     def cut_off(self) -> tuple[int, int]:
         """(Documents longer than a row, their tokens beyond the row)."""
-        left = [len(d.tokens) - self.length for d in self.documents]
-        return sum(n > 0 for n in left), sum(max(n, 0) for n in left)
+        left = np.maximum(self.documents.lengths - self.length, 0)
+        return int(np.count_nonzero(left)), int(left.sum())
 
     def digest(self) -> str:
         """Hex digest of all rows: tokens, loss masks, document starts, images and videos."""
@@ -269,17 +259,30 @@ class PackedRows:
     @property
     def used(self) -> float:
         """Share of the rows' tokens that is not padding."""
-        return sum(min(len(d.tokens), self.length) for d in self.documents) / (len(self) * self.length)
+        return float(np.minimum(self.documents.lengths, self.length).sum()) / (len(self) * self.length)
 
 
+# Documents whose tokens are counted together.
+DOCUMENTS_AT_A_TIME = 4096
 # More epochs than any run has. Without a number grain overflows where a batch is one row.
 NO_END = 10**9
 
 
+def learned_counts(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of the tokens that are learned, ascending, and how often each occurs."""
+    counts = np.zeros(0, np.int64)
+    for start in range(0, len(rows.documents), DOCUMENTS_AT_A_TIME):
+        documents = (rows.documents[i] for i in range(start, min(start + DOCUMENTS_AT_A_TIME, len(rows.documents))))
+        found = np.bincount(np.concatenate([d.tokens[d.mask] for d in documents]), minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    ids = np.flatnonzero(counts)
+    return ids, counts[ids]
+
+
 def frequent_tokens(rows: PackedRows, count: int) -> np.ndarray:
     """The ``count`` most frequent learned tokens, int32, ascending."""
-    learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])
-    ids, counts = np.unique(learned, return_counts=True)
+    ids, counts = learned_counts(rows)
     return np.sort(ids[np.argsort(-counts, kind="stable")[:count]]).astype(np.int32)
 
 

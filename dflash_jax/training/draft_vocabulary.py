@@ -13,7 +13,7 @@ from dflash_jax.frontend.loading import DRAFT_TOKENS
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.parallel import distributed
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.data import frequent_tokens
+from dflash_jax.training.data import frequent_tokens, learned_counts
 from dflash_jax.training.media import without_media
 from dflash_jax.training.pair import read_rows
 
@@ -27,11 +27,11 @@ def write_draft_tokens(config: TrainConfig, tell: Callable[[str], None]) -> None
     # Only text is learned, so that neither the tower nor pixels are needed.
     rows = read_rows(config, Tokenizer(target), check_target(target).vocab_size, tell, without_media)
     ids = frequent_tokens(rows, config.draft_vocabulary)
-    learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])
+    learned, counts = learned_counts(rows)
     drafter = config.directory / "draft"
     path = (drafter if (drafter / "config.json").exists() else config.directory) / DRAFT_TOKENS
     if distributed.is_first():
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")
-    tell(f"{len(ids)} tokens, {np.isin(learned, ids).mean():.1%} of the answers, are in {path}")
+    tell(f"{len(ids)} tokens, {counts[np.isin(learned, ids)].sum() / counts.sum():.1%} of the answers, are in {path}")

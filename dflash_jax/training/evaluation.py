@@ -22,7 +22,7 @@ from dflash_jax.models.drafting import DrafterWrapper
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.conversations import at_line, conversation_of, directory_of, split_conversation
-from dflash_jax.training.data import read_lines
+from dflash_jax.training.tokenising import read_lines
 
 # Temperatures at which a drafter is measured.
 TEMPERATURES = (0.0, 0.7)

@@ -1,8 +1,10 @@
 """The target that training reads from, with the ``config.json`` of its drafter, and the data as packed rows."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,8 +20,10 @@ from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.training import drafters
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.data import PackedRows, Skipped, check_learnable, read_documents
+from dflash_jax.training.data import PackedRows, check_learnable, read_documents
 from dflash_jax.training.media import Placer, placer
+from dflash_jax.training.tokenising import Skipped
+from dflash_jax.user_cache import user_cache
 
 
 @dataclass
@@ -85,9 +89,9 @@ def read_rows(
         InputError: A file is invalid, or no two neighbouring tokens can be learned from.
     """
     skipped = Skipped() if config.skip_bad_lines else None
-    documents = read_documents(config.data, tokenizer, vocab_size, skipped, place)
+    documents = read_documents(config.data, tokenizer, vocab_size, skipped, place, _cache_directory())
     rows = PackedRows(documents, config.sequence_length)
-    tokens = sum(len(d.tokens) for d in rows.documents)
+    tokens = rows.documents.lengths.sum()
     check_learnable(rows.documents, rows.length, config.data)
     tell(f"{len(rows.documents)} documents, {tokens} tokens, in {len(rows)} rows, {rows.used:.0%} used")
     if (cut := rows.cut_off)[0]:
@@ -95,3 +99,13 @@ def read_rows(
     if skipped is not None and skipped.count:
         tell(f"{skipped.count} lines left out, the first: {skipped.first}")
     return rows
+
+
+def _cache_directory() -> Path | None:
+    """Where token ids are kept; None where the user's cache cannot be written."""
+    directory = user_cache() / "tokens"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return directory if os.access(directory, os.W_OK) else None

@@ -26,10 +26,10 @@ from dflash_jax.training.conversations import (
     split_conversation,
     text_of,
 )
-from dflash_jax.training.data import Skipped, fault, read_lines
 from dflash_jax.training.locks import locked
 from dflash_jax.training.media import NO_TOWER
 from dflash_jax.training.remote import RemoteTarget
+from dflash_jax.training.tokenising import Skipped, fault, read_lines
 
 # Conversations whose answers are written together: at least GROUP, and at least TURNS for each slot.
 GROUP, TURNS = 256, 8

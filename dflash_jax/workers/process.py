@@ -100,6 +100,16 @@ class Nursery:
         self.lose(connection)
         self._starter.shutdown(wait=False)
 
+    def fork(self) -> "WorkerProcess":
+        """A new worker of the process, which has started.
+
+        Raises:
+            OSError: It has ended.
+        """
+        if self._socket is None:
+            raise OSError("the nursery has ended")
+        return WorkerProcess(self._socket)
+
     async def forked(self) -> "WorkerProcess":
         """A new worker; starts the nursery unless it runs.
 

@@ -11,13 +11,13 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.training.data import (
     Document,
     PackedRows,
-    Skipped,
     batches,
     check_learnable,
     frequent_tokens,
     pack,
     read_documents,
 )
+from dflash_jax.training.tokenising import Skipped
 from tests.training.talks import TALKS
 
 MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}

@@ -23,7 +23,7 @@ from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training import run
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.conversations import DIRECTORY, directory_of, split_conversation
-from dflash_jax.training.data import PackedRows, Skipped, read_documents, read_lines
+from dflash_jax.training.data import PackedRows, read_documents
 from dflash_jax.training.evaluation import read_held_out
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.media import placer
@@ -31,6 +31,7 @@ from dflash_jax.training.media_rows import MediaRows, with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.regenerate import regenerate
 from dflash_jax.training.step import Recipe, Trainer, sample_anchors
+from dflash_jax.training.tokenising import Skipped, read_lines
 from tests.float64 import in_both_of
 from tests.media.encoded import clip, encoded, picture
 from tests.training.talks import TALKS
