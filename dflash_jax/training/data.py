@@ -185,16 +185,23 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(size + 1)]
+    # Bit r is set where a row has room r.
+    rooms = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         n = min(lengths[i], size)
-        room_left = next((r for r in range(n, size) if rows_by_room[r]), None)
-        if room_left is None:
-            rows.append([])
-            row, room_left = len(rows) - 1, size
+        if enough := rooms >> n:
+            # The lowest bit.
+            room = n + (enough & -enough).bit_length() - 1
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                rooms ^= 1 << room
         else:
-            row = rows_by_room[room_left].pop()
+            rows.append([])
+            row, room = len(rows) - 1, size
         rows[row].append(i)
-        rows_by_room[room_left - n].append(row)
+        if room > n:
+            rows_by_room[room - n].append(row)
+            rooms |= 1 << (room - n)
     return rows
 
 
