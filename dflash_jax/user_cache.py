@@ -1,4 +1,4 @@
-"""The user's cache directory: compiled programs and the CPU's kernels."""
+"""The user's cache directory: compiled programs, the CPU's kernels, token ids of training data."""
 
 import logging
 from pathlib import Path

@@ -23,7 +23,7 @@ COMMANDS = {
     "cache": "the target's features of the data, into --features",
     "fit": "train; the same command goes on after a stop",
     "evaluate": "acceptance length and speed, on --held-out, of OUTPUT/draft or, where there is none, of --draft",
-    "export": "the newest checkpoint of OUTPUT as a Hugging Face directory, OUTPUT/draft",
+    "export": "the best measured or the newest checkpoint of OUTPUT as a Hugging Face directory, OUTPUT/draft",
     "tokens": "the data's most frequent tokens, to draft from: OUTPUT/draft/draft_tokens.json, or in OUTPUT",
 }
 
