@@ -72,6 +72,7 @@ FAULTS = {
     "metadata empty": lambda path: os.truncate(path / "default" / "_METADATA", 0),
     "seal empty": lambda path: os.truncate(path / SEAL, 0),
     "seal flipped": lambda path: flip(path / SEAL),
+    "seal altered": lambda path: (path / SEAL).write_text((path / SEAL).read_text().replace('"seed": 0', '"seed": 1')),
     "seal not UTF-8": lambda path: (path / SEAL).write_bytes(b"\xff\xfe"),
     "no seal": lambda path: (path / SEAL).unlink(),
 }
