@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeGuard
 
 from dflash_jax.argument_checks import shown
 from dflash_jax.errors import InputError
@@ -86,10 +87,14 @@ def _check_calls(calls: object, where: str) -> None:
     """Raises InputError for calls that are not in OpenAI's form."""
     for j, call in enumerate(calls if isinstance(calls, list) else [calls]):
         function = call.get("function") if isinstance(call, dict) else None
-        named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not named or not isinstance(function.get("arguments"), str | dict | None):
+        if not _is_function(function) or not isinstance(function.get("arguments"), str | dict | None):
             form = '{"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
             raise InputError(f"{where}.tool_calls[{j}] is {shown(call)}: a call is like {form}")
+
+
+def _is_function(value: object) -> TypeGuard[dict]:
+    """Whether a value is an object with a name."""
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
 def _tools_of(given: object, where: str) -> list[dict] | None:
@@ -107,7 +112,7 @@ def _tools_of(given: object, where: str) -> list[dict] | None:
     found = []
     for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not _is_function(function):
             form = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
             raise InputError(f"{where}: tools[{i}] is {shown(tool)}: a tool is like {form}")
         found.append(tool if function is not tool else {"type": "function", "function": tool})
@@ -138,9 +143,9 @@ def _calls_of(value: object, where: str) -> list[dict]:
     except (ValueError, RecursionError):
         calls = None
     calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+    functions = [{"name": c["name"], "arguments": c.get("arguments")} for c in calls if _is_function(c)]
+    if not calls or len(functions) < len(calls):
         raise InputError(f'{where} is {shown(value)}: a call is JSON such as {{"name": "…", "arguments": {{…}}}}')
-    functions = [{"name": call["name"], "arguments": call.get("arguments")} for call in calls]
     return [{"type": "function", "function": function} for function in functions]
 
 

@@ -196,7 +196,7 @@ class TrainingRun:
         good = f"the last good checkpoint is that of step {latest} in {self.config.output}"
         raise InputError(
             f"step {step}: the loss is {loss}, the gradients' norm {norm}: stopped; "
-            f"{good if latest else 'there is no checkpoint yet'}"
+            f"{good if latest else 'there is no good checkpoint'}"
         )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

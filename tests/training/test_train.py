@@ -266,8 +266,9 @@ def test_a_full_disk_is_told(config, tmp_path, monkeypatch, capsys):
     assert main(argv) == 0
 
 
-def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
-    """Also at a step that would be saved: nothing of it is."""
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch, is_broken):
+    """Also at a step that would be saved: nothing of it is. A checkpoint that is broken is not called good."""
     mine = replace(config, output=str(tmp_path))
 
     class Poisoned(run.Trainer):
@@ -282,7 +283,18 @@ def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
             self.step = spoiled
 
     monkeypatch.setattr(run, "Trainer", Poisoned)
-    with pytest.raises(InputError, match=r"step 4: the loss is nan.* last good checkpoint is that of step 2"):
+    message = r"step 4: the loss is nan.* last good checkpoint is that of step 2"
+    if is_broken:
+        message = r"step 4: the loss is nan.* there is no good checkpoint"
+        newest_good = run.Checkpoints.newest_good
+
+        def broken(self, tell):
+            for path in tmp_path.glob("checkpoints/2/default/_METADATA"):
+                path.write_text("{}")
+            return newest_good(self, tell)
+
+        monkeypatch.setattr(run.Checkpoints, "newest_good", broken)
+    with pytest.raises(InputError, match=message):
         run.fit(mine, print)
     assert [p.name for p in sorted(tmp_path.glob("checkpoints/*"))] == ["2"]
 
