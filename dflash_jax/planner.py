@@ -222,10 +222,11 @@ def _as_loaded(module, layout: "Layout", quantize: str | None, block: tuple[int,
 
     def in_eight_bits(leaf) -> QuantizedWeight:
         if block is None:
+            assert quantize is not None
             return jax.eval_shape(partial(quantize_array, kind=quantize), leaf)
         # Scales of published checkpoints are bfloat16.
-        runs = (*leaf.shape[:-1], fp8.runs(leaf.shape[-1], block))
-        return QuantizedWeight(*map(jax.ShapeDtypeStruct, (leaf.shape, runs), (jnp.float8_e4m3fn, jnp.bfloat16)))
+        scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], fp8.runs(leaf.shape[-1], block)), jnp.bfloat16)
+        return jax.eval_shape(QuantizedWeight, jax.ShapeDtypeStruct(leaf.shape, jnp.float8_e4m3fn), scale)
 
     leaves, structure = jax.tree.flatten(module)
     weights = []

@@ -109,8 +109,8 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
         return dense(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
     array = arrays["array"] if dtype is None else arrays["array"].astype(dtype)
     if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:
-        shardings = QuantizedWeight(**array_shardings(("values", "scale"), sharding, array.ndim))
-        return jax.jit(quantize_array, static_argnums=1, out_shardings=shardings)(array, quantize)
+        shardings = array_shardings(("values", "scale"), sharding, array.ndim)
+        return QuantizedWeight(**jax.jit(_quantized, static_argnums=1, out_shardings=shardings)(array, quantize))
     return array
 
 
@@ -121,6 +121,10 @@ def spread(weight: jax.Array | QuantizedWeight, sharding: NamedSharding) -> jax.
         return weight
     scale = jax.jit(_scale_of_parts, static_argnums=1, out_shardings=sharding)(weight, parts)
     return QuantizedWeight(weight.values, scale)
+
+
+def _quantized(array: jax.Array, kind: str) -> dict[str, jax.Array]:
+    return vars(quantize_array(array, kind))
 
 
 def _scale_of_parts(weight: QuantizedWeight, parts: int) -> jax.Array:
