@@ -100,9 +100,10 @@ class Tokenizer:
         decoder = json.loads(fast.decoder.__getstate__()) if fast is not None and fast.decoder is not None else {}
         steps = {step["type"] for step in decoder.get("decoders", [decoder] if decoder else [])}
         self.is_byte_level, self.has_byte_fallback = steps == {"ByteLevel"}, "ByteFallback" in steps
-        names = (f"<0x{byte:02{case}}>" for case in "xX" for byte in range(256)) if fast is not None else ()
-        ids = ((fast.token_to_id(name), int(name[3:5], 16)) for name in names) if self.has_byte_fallback else ()
-        self._fallback_bytes = {i: byte for i, byte in ids if i is not None}
+        self._fallback_bytes = dict[int | None, int]()
+        if fast is not None and self.has_byte_fallback:
+            for name, byte in ((f"<0x{byte:02{case}}>", byte) for case in "xX" for byte in range(256)):
+                self._fallback_bytes[fast.token_to_id(name)] = byte
 
     @cached_property
     def _full(self):

@@ -46,7 +46,20 @@ def cut_and_padded(directory):
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("make", [bundled, trained, cut_and_padded])
+def older(directory):
+    """A vocabulary and merges without a tokenizer.json."""
+    trained(directory)
+    path = directory / "tokenizer.json"
+    model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    path.unlink()
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    merges = "\n".join(map(" ".join, model["merges"]))
+    (directory / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize("make", [bundled, trained, cut_and_padded, older])
 def test_ids_and_texts_are_those_of_transformers(make, tmp_path):
     make(tmp_path)
     ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
