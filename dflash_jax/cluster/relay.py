@@ -14,10 +14,10 @@ import aiohttp
 from yarl import URL
 
 from dflash_jax.cluster.member import INTERNAL_HEADERS, RUN_HEADER, SECRET_HEADER, RunHeader
-from dflash_jax.cluster.routing import LOOK_S, Replica, Replicas, session_of
+from dflash_jax.cluster.routing import LOOK_S, Replica, Replicas, beginnings_of
 from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
 from dflash_jax.server.request_scope import until_gone
-from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED
+from dflash_jax.server.resume import COMMENT, END, LOST, RECORD, REPLAYED
 from dflash_jax.server.stream import DONE, frame
 
 log = logging.getLogger("dflash_jax.cluster")
@@ -151,11 +151,11 @@ class Relay:
             ClientGoneError: The client has disconnected.
         """
         link, tried, failures, full_since = self._link, [], 0, None
-        session = session_of(dict(self._scope["headers"]), self._body)
+        beginnings = beginnings_of(dict(self._scope["headers"]), self._body)
         gone = asyncio.ensure_future(until_gone(receive))
         try:
             while failures < ATTEMPTS:
-                replica = await self._replica(session, tried, gone)
+                replica = await self._replica(beginnings, tried, gone)
                 if replica is None:
                     break
                 known = len(self._lines)
@@ -193,12 +193,12 @@ class Relay:
             gone.cancel()
             link.waiting.discard(self)
 
-    async def _replica(self, session: bytes, tried: Sequence[Replica], gone: asyncio.Future) -> Replica | None:
+    async def _replica(self, beginnings: list[int], tried: Sequence[Replica], gone: asyncio.Future) -> Replica | None:
         replicas = self._link.replicas
-        if (replica := replicas.choose(session, tried)) is not None or not replicas.has_begun:
+        if (replica := replicas.choose(beginnings, tried)) is not None or not replicas.has_begun:
             return replica
         self._link.waiting.add(self)
-        waiting = asyncio.ensure_future(replicas.wait(session, tried, self._link.wait_s))
+        waiting = asyncio.ensure_future(replicas.wait(beginnings, tried, self._link.wait_s))
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             waiting.cancel()
@@ -207,7 +207,7 @@ class Relay:
 
     async def _attempt_at(self, replica: Replica, gone: asyncio.Future) -> None:
         task = asyncio.ensure_future(self._attempt(replica))
-        replica.attempts.add(task)
+        self._link.replicas.begin(replica, task)
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -221,7 +221,7 @@ class Relay:
                 raise NotThereError from None
             raise LostError(str(e) or type(e).__name__) from None
         finally:
-            replica.attempts.discard(task)
+            self._link.replicas.end(replica, task)
             task.cancel()
 
     async def _attempt(self, replica: Replica) -> None:
@@ -262,13 +262,16 @@ class Relay:
                 elif event + END == LOST:
                     self._link.replicas.leave(replica.name)
                     raise LostError("its engine has failed")
+                elif event.startswith(COMMENT):
+                    # It only keeps the connection. It belongs to no piece, and is not repeated.
+                    await self._send({"type": "http.response.body", "body": event + END, "more_body": True})
                 else:
                     events.append(event)
         if is_replay or rest:
             raise LostError("the stream ended early")
         # The answer is complete: the replica's end does not end this task any more.
         if (task := asyncio.current_task()) is not None:
-            replica.attempts.discard(task)
+            self._link.replicas.end(replica, task)
         body = END.join(events) + END if events else b""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -1,33 +1,77 @@
 """The replicas that the ingress knows: which are alive, and which one gets a request."""
 
 import asyncio
-import hashlib
 import logging
 import math
+import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
 
 log = logging.getLogger("dflash_jax.cluster")
 
-# Seconds between two looks at a replica, seconds that it has to answer, and looks without an answer behind which it
-# counts as dead.
-LOOK_S, ANSWER_S, LOOKS = 1.0, 10.0, 3
-# A replica gets at most BOUND times the mean of all, as in consistent hashing with bounded loads (arXiv 1608.01350).
-# It gets LEAST requests in any case.
-BOUND, LEAST = 1.25, 2
-# Bytes of a prompt's beginning that choose a replica.
-BEGINNING = 512
+# Seconds between two looks at a replica, seconds that it has to answer, and looks without an answer after which it
+# counts as dead. After the first of them it gets no requests.
+LOOK_S, ANSWER_S, LOOKS = 1.0, 3.0, 10
+# A replica that has a beginning gets at most BOUND times the mean of all, as in consistent hashing with bounded loads
+# (arXiv 1608.01350). It gets LEAST requests in any case.
+BOUND, LEAST = 1.5, 2
+# Of all other requests, a replica gets one that has the fewest among so many.
+SAMPLE = 16
+# Bytes of a body in which the prompt may begin, pieces of a prompt that are looked at, and bytes that two prompts may
+# share without a use: JSON's names, and less than a cache keeps.
+HEAD, PIECES, USELESS = 2**16, 2048, 64
+# Beginnings that are known, and those that one request adds after and before the end of what it shares with others.
+KNOWN, ADDED, TOUCHED = 2**17, 32, 4
+# Replicas of a beginning, with which it counts as common and says nothing.
+COMMON = 4
 _PROMPT = re.compile(rb'"(?:messages|prompt|input|input_ids|text)"\s*:')
+# A piece ends at a quotation mark, where it can. So the end of a short message is the end of a piece.
+_PIECE = re.compile(rb'(?s).{8}[^"]{0,120}"?')
 
 
-def session_of(headers: dict[bytes, bytes], body: bytes) -> bytes:
-    """What requests of one conversation have in common: x-session-id, or else the beginning of the prompt."""
+def beginnings_of(headers: dict[bytes, bytes], body: bytes) -> list[int]:
+    """Hashes of the beginnings of a request's prompt, from the shortest to the longest.
+
+    Two requests have the same first hashes as far as their prompts are the same bytes, beyond `USELESS` of them. With
+    x-session-id the session is the only beginning.
+    """
     if (session := headers.get(b"x-session-id")) is not None:
-        return session
-    match = _PROMPT.search(body)
-    return b"" if match is None else body[match.end() : match.end() + BEGINNING]
+        return [hash((b"x-session-id", session))]
+    match = _PROMPT.search(body, 0, HEAD)
+    begin = match.end() if match else 0
+    pieces = list(islice(_PIECE.finditer(body, begin), PIECES))
+    hashes = accumulate((hash(piece[0]) for piece in pieces), lambda before, piece: hash((before, piece)))
+    return [each for each, piece in zip(hashes, pieces, strict=True) if piece.end() - begin > USELESS]
+
+
+class Beginnings:
+    """Names of the replicas that had requests with a beginning, for the `KNOWN` beginnings that were last in use."""
+
+    def __init__(self):
+        self._names: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+
+    def known(self, beginnings: Sequence[int]) -> Iterator[tuple[str, ...]]:
+        """Yields the names of each known beginning from the longest one, up to one that is `COMMON`."""
+        for beginning in reversed(beginnings):
+            names = self._names.get(beginning, ())
+            if len(names) == COMMON:
+                return
+            if names:
+                yield names
+
+    def add(self, beginnings: Sequence[int], name: str) -> None:
+        """Adds the replica that gets a request."""
+        shared = next((i for i in range(len(beginnings), 0, -1) if beginnings[i - 1] in self._names), 0)
+        for beginning in beginnings[max(0, shared - TOUCHED) : shared + ADDED]:
+            others = (each for each in self._names.get(beginning, ()) if each != name)
+            self._names[beginning] = (name, *others)[:COMMON]
+            self._names.move_to_end(beginning)
+        while len(self._names) > KNOWN:
+            self._names.popitem(last=False)
 
 
 @dataclass(eq=False)
@@ -39,8 +83,8 @@ class Replica:
         url: Where it listens.
         is_open: Whether it takes requests.
         attempts: Tasks that wait for its answers, which its death cancels.
-        missed: Looks without an answer.
-        joined: When it joined, on the monotonic clock.
+        missed: Looks without an answer, one after the other.
+        looking: The last look.
     """
 
     name: str
@@ -48,13 +92,7 @@ class Replica:
     is_open: bool = True
     attempts: set[asyncio.Task] = field(default_factory=set)
     missed: int = 0
-    joined: float = field(default_factory=time.monotonic)
-
-    def end(self) -> None:
-        """Ends what waits for its answers."""
-        self.is_open = False
-        for task in list(self.attempts):
-            task.cancel()
+    looking: asyncio.Task | None = None
 
 
 class Replicas:
@@ -68,6 +106,8 @@ class Replicas:
         self._look = look
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
+        self._beginnings, self._requests = Beginnings(), 0
+        self.open: list[Replica] = []
         self.has_begun = False
 
     def join(self, name: str, url: str) -> None:
@@ -82,7 +122,7 @@ class Replicas:
     def leave(self, name: str) -> None:
         """Gives a replica no further requests. Those that it has go on."""
         if (replica := self._replicas.get(name)) is not None:
-            replica.is_open = False
+            self._set_open(replica, False)
 
     async def is_ready(self, replica: Replica) -> bool:
         """Looks at once whether a replica takes requests. One that does not gets none until the next good look."""
@@ -92,45 +132,63 @@ class Replicas:
         except (OSError, TimeoutError):
             is_ready = False
         if not is_ready:
-            replica.is_open = False
+            self._set_open(replica, False)
         return is_ready
 
+    def _set_open(self, replica: Replica, is_open: bool) -> None:
+        if replica.is_open != is_open:
+            replica.is_open = is_open
+            self._change()
+
     def _change(self) -> None:
+        self.open = [replica for replica in self._replicas.values() if replica.is_open]
         self._changed.set()
         self._changed = asyncio.Event()
-
-    @property
-    def open(self) -> list[Replica]:
-        """Replicas that take requests."""
-        return [replica for replica in self._replicas.values() if replica.is_open]
 
     @property
     def all(self) -> list[Replica]:
         """All replicas that are alive, by name."""
         return sorted(self._replicas.values(), key=lambda replica: replica.name)
 
-    def choose(self, session: bytes, tried: Collection[Replica] = ()) -> Replica | None:
-        """The replica for a request: the same one for a session, unless that one has too many requests.
+    def begin(self, replica: Replica, task: asyncio.Task) -> None:
+        """Counts a request of a replica, whose answer ``task`` waits for."""
+        replica.attempts.add(task)
+        self._requests += 1
+
+    def end(self, replica: Replica, task: asyncio.Task) -> None:
+        """Ends what `begin` began, once."""
+        if task in replica.attempts:
+            replica.attempts.remove(task)
+            self._requests -= 1
+
+    def choose(self, beginnings: Sequence[int], tried: Collection[Replica] = ()) -> Replica | None:
+        """The replica for a request: one that had its longest known beginning, unless that has too many requests.
 
         Args:
-            session: What `session_of` returns.
+            beginnings: What `beginnings_of` returns.
             tried: Replicas to avoid, unless there is no other.
         """
-        choices = self.open
-        choices = [replica for replica in choices if replica not in tried] or choices
+        if all(replica in tried for replica in self.open):
+            tried = ()
+        choices = [replica for replica in self.open if replica not in tried] if tried else self.open
         if not choices:
             return None
-        if not session:
-            return min(choices, key=lambda replica: len(replica.attempts))
-        requests = sum(len(replica.attempts) for replica in choices) + 1
-        most = max(LEAST, math.ceil(BOUND * requests / len(choices)))
-        choices.sort(key=lambda replica: hashlib.blake2b(session + b" " + replica.name.encode()).digest())
-        return next(replica for replica in choices if len(replica.attempts) < most)
+        most = max(LEAST, math.ceil(BOUND * (self._requests + 1) / len(self.open)))
+        for names in self._beginnings.known(beginnings):
+            replicas = (replica for name in names if (replica := self._replicas.get(name)) is not None)
+            if having := [r for r in replicas if r.is_open and r not in tried and len(r.attempts) < most]:
+                choices = having
+                break
+        else:
+            choices = random.sample(choices, min(SAMPLE, len(choices)))
+        replica = min(choices, key=lambda replica: len(replica.attempts))
+        self._beginnings.add(beginnings, replica.name)
+        return replica
 
-    async def wait(self, session: bytes, tried: Collection[Replica], seconds: float) -> Replica | None:
+    async def wait(self, beginnings: Sequence[int], tried: Collection[Replica], seconds: float) -> Replica | None:
         """`choose`, as soon as there is a replica; None where none takes requests within ``seconds``."""
         until = time.monotonic() + seconds
-        while (replica := self.choose(session, tried)) is None and (left := until - time.monotonic()) > 0:
+        while (replica := self.choose(beginnings, tried)) is None and (left := until - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left):
                     await self._changed.wait()
@@ -143,13 +201,18 @@ class Replicas:
         if self._replicas.get(replica.name) is replica:
             log.warning("replica %s is lost: %s", replica.name, reason)
             del self._replicas[replica.name]
-        replica.end()
+        self._set_open(replica, False)
+        for task in list(replica.attempts):
+            task.cancel()
 
     async def watch(self) -> None:
-        """Looks at all replicas, for ever."""
-        while True:
-            await asyncio.gather(*map(self._check, self.all))
-            await asyncio.sleep(LOOK_S)
+        """Looks at all replicas, for ever. One that does not answer delays no look at another."""
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                for replica in self.all:
+                    if replica.looking is None or replica.looking.done():
+                        replica.looking = looks.create_task(self._check(replica))
+                await asyncio.sleep(LOOK_S)
 
     async def _check(self, replica: Replica) -> None:
         try:
@@ -159,11 +222,12 @@ class Replicas:
             self.lose(replica, str(e))
         except (OSError, TimeoutError) as e:
             replica.missed += 1
+            reason = str(e) or type(e).__name__
+            if replica.missed == 1:
+                log.warning("replica %s gets no requests until it answers: %s", replica.name, reason)
+            self._set_open(replica, False)
             if replica.missed >= LOOKS:
-                self.lose(replica, f"{LOOKS} looks without an answer: {e or type(e).__name__}")
+                self.lose(replica, f"{LOOKS} looks without an answer: {reason}")
         else:
             replica.missed = 0
-            if is_open and not replica.is_open:
-                replica.is_open = True
-                self._change()
-            replica.is_open = is_open
+            self._set_open(replica, is_open)

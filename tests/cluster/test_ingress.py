@@ -175,6 +175,43 @@ def test_client_sees_each_event_once_whatever_dies(cluster, plays):
     assert cluster.counts.resumed == len(plays)
 
 
+COMMENT = b": keep-alive" + END
+
+
+async def comment(lines, send):
+    await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+    raise ConnectionAbortedError
+
+
+def test_comment_reaches_the_client_before_anything_else(cluster):
+    was_read = threading.Event()
+
+    async def wait(lines, send):
+        with contextlib.suppress(ConnectionAbortedError):
+            await comment(lines, send)
+        await asyncio.to_thread(was_read.wait, 60)
+        for part in (EVENTS[0], RECORD + LINES[0] + END, COMMENT, EVENTS[1], RECORD + LINES[1] + END):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    cluster.script(wait)
+    with cluster.http.stream("POST", "/generate", content=b"{}", headers={"content-type": "application/json"}) as found:
+        parts = found.iter_raw()
+        assert next(parts) == COMMENT
+        was_read.set()
+        assert b"".join(parts) == EVENTS[0] + COMMENT + EVENTS[1]
+
+
+def test_comment_is_no_progress_of_a_stream_and_forbids_no_other_replica(cluster):
+    cluster.script(*[comment] * (relay.ATTEMPTS - 1))
+    assert cluster.post().content == COMMENT * (relay.ATTEMPTS - 1) + b"".join(EVENTS) + b"data: [DONE]" + END
+    cluster.script(*[comment] * relay.ATTEMPTS)
+    content = cluster.post().content
+    assert content.startswith(COMMENT * relay.ATTEMPTS)
+    assert b"no other can go on" in content
+
+
 def test_next_replica_gets_the_same_request_with_the_recorded_pieces(cluster):
     cluster.script(cut(4))
     body = b'{"prompt": "' + b"x" * 3_000_000 + b'"}'
