@@ -196,6 +196,8 @@ def http_config(app, limits, tls=None):
         # uvicorn calls it, and a class is not needed for that.
         http=cast("type[asyncio.Protocol]", protocol(limits, tls)),
         ws="none",
+        # Its own would close all handlers of the process, Ray Serve's among them, which a new controller asks for.
+        log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="off",

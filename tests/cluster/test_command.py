@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging.handlers
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ import psutil
 import pytest
 
 from dflash_jax.cli.cluster import main
+from dflash_jax.cli.serve import http_config
+from dflash_jax.server.connections import ConnectionLimits
 from tests.server.conftest import wait_until
 
 BODY = {"prompt": "def clamp(value, low, high):\n    ", "max_tokens": 160, "ignore_eos": True, "stream": True}
@@ -26,6 +29,13 @@ WORDS += ["--wait-s", "900"]
 def test_command_without_ray_names_the_extra(capsys):
     assert main(["--port", "0"]) == 2
     assert 'pip install "dflash-jax[ray]"' in capsys.readouterr().err
+
+
+def test_server_closes_no_handler_of_the_process():
+    """A new controller of Serve asks each replica for the file of its log, and ends one that has none."""
+    handler = logging.handlers.MemoryHandler(1, target=logging.NullHandler())
+    http_config(None, ConnectionLimits())
+    assert handler.target is not None
 
 
 def descendants(process):
