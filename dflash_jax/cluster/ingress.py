@@ -1,7 +1,6 @@
 """The ingress: the address of a cluster. It relays requests to replicas, and continues the streams of dead ones."""
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -27,6 +26,8 @@ log = logging.getLogger("dflash_jax.cluster")
 # Requests that every replica gets.
 ABORT = "/abort_request"
 BROADCAST = (ABORT, "/flush_cache", "/reset_prefix_cache")
+# Seconds that a replica has for its answer to them.
+CONTROL_S = 10.0
 # Positions of a slot, for the number of values of a body: replicas check it again.
 CAPACITY = 2**20
 
@@ -153,37 +154,53 @@ class Ingress:
     async def _metrics(self) -> Answer:
         """The metrics of all replicas that answer."""
         assert self.link is not None
-        replicas = self.replicas.all
-        answers = await asyncio.gather(*(self._ask(replica, _get("/metrics"), b"") for replica in replicas))
+        replicas = [replica for replica in self.replicas.all if not replica.missed]
+        answers = await asyncio.gather(*(self._ask(replica, _get("/metrics"), b"", ANSWER_S) for replica in replicas))
         pairs = zip(replicas, answers, strict=True)
-        texts = {replica.name: answer.body.decode() for replica, answer in pairs if answer is not None}
+        texts = {replica.name: answer.body for replica, answer in pairs if answer is not None}
         kind = b"text/plain; version=0.0.4; charset=utf-8"
-        return Answer(200, [(b"content-type", kind)], merged(texts, self.link.counts))
+        return Answer(200, [(b"content-type", kind)], await asyncio.to_thread(merged, texts, self.link.counts))
 
     async def _broadcast(self, scope, content: bytes) -> Answer:
         """Sends a request to all replicas.
 
         Returns:
             The first answer that is no success, or else any.
+
+        Raises:
+            ApiError: There is no replica, or one that lives does not answer.
         """
         assert self.link is not None
         if scope["path"] == ABORT:
             for relay in self.link.waiting:
                 relay.add_abort(scope, content)
-        asked = (self._ask(replica, scope, content) for replica in self.replicas.all)
-        answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
-        if not answers:
+        replicas = self.replicas.all
+        answers = await asyncio.gather(*(self._ask(replica, scope, content, CONTROL_S) for replica in replicas))
+        # One that died meanwhile has nothing any more that the request is of.
+        alive = self.replicas.all
+        missing = [
+            replica.name
+            for replica, answer in zip(replicas, answers, strict=True)
+            if answer is None and replica in alive
+        ]
+        got = [answer for answer in answers if answer is not None]
+        if missing:
+            message = f"{len(got)} of {len(got) + len(missing)} replicas have answered, and not {', '.join(missing)}"
+            raise ApiError(503, f"{message}: send the request again")
+        if not got:
             raise ApiError(503, "no replica is ready")
-        return next((answer for answer in answers if answer.status != 200), answers[0])
+        return next((answer for answer in got if answer.status != 200), got[0])
 
-    async def _ask(self, replica: Replica, scope, content: bytes) -> Answer | None:
-        """A replica's answer; None where it is lost, or takes too long."""
+    async def _ask(self, replica: Replica, scope, content: bytes, seconds: float) -> Answer | None:
+        """A replica's answer; None where it is lost, or takes more than ``seconds``."""
         assert self.link is not None
         run = RunHeader(uuid.uuid4().hex, int(time.time()), scope.get("client"))
-        with contextlib.suppress(aiohttp.ClientError, OSError):
-            async with asyncio.timeout(ANSWER_S), self.link.request(replica, scope, content, run) as answer:
+        try:
+            async with asyncio.timeout(seconds), self.link.request(replica, scope, content, run) as answer:
                 headers = [(name, value) for name, value in answer.raw_headers if name.lower() not in HOP_HEADERS]
                 return Answer(answer.status, headers, await answer.read())
+        except (aiohttp.ClientError, OSError) as e:
+            self.link.lose_unless_listening(replica, e)
         return None
 
 

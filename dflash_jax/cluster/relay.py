@@ -117,6 +117,15 @@ class Link:
             allow_redirects=False,
         )
 
+    def lose_unless_listening(self, replica: Replica, error: Exception) -> bool:
+        """Loses a replica where ``error`` of a request to it says that nothing listens there: whether it does."""
+        is_refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+            error.os_error, ConnectionRefusedError
+        )
+        if is_refused:
+            self.replicas.lose(replica, str(error))
+        return is_refused
+
 
 class Relay:
     """One request.
@@ -216,8 +225,7 @@ class Relay:
                 raise LostError("the replica is lost")
             task.result()
         except (aiohttp.ClientError, OSError) as e:
-            if isinstance(e, aiohttp.ClientConnectorError) and isinstance(e.os_error, ConnectionRefusedError):
-                self._link.replicas.lose(replica, str(e))
+            if self._link.lose_unless_listening(replica, e):
                 raise NotThereError from None
             raise LostError(str(e) or type(e).__name__) from None
         finally:

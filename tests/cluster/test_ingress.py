@@ -10,6 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
+from dflash_jax.cluster import ingress as ingress_module
 from dflash_jax.cluster import relay
 from dflash_jax.cluster.ingress import Ingress
 from dflash_jax.cluster.member import RUN_HEADER, SECRET_HEADER, RunHeader
@@ -26,10 +27,12 @@ class Replica:
 
     Attributes:
         requests: (headers, body) of each POST.
+        is_cut: Whether each of its answers ends early.
+        cuts: Paths of the requests with such an answer.
     """
 
     def __init__(self):
-        self.script, self.requests, self.is_ready = [], [], True
+        self.script, self.requests, self.is_ready, self.is_cut, self.cuts = [], [], True, False, []
         self.url = None
 
     async def __call__(self, scope, receive, send):
@@ -41,11 +44,16 @@ class Replica:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        if self.is_cut:
+            self.cuts.append(scope["path"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{", "more_body": True})
+            return
         if scope["path"] == "/ready":
             await answer(send, 200 if self.is_ready else 503)
             return
         if scope["path"] == "/metrics":
-            await answer(send, 200, b"# TYPE a gauge\na 1.0\n")
+            await answer(send, 200, b"# HELP a Text.\n# TYPE a gauge\na 1.0\n")
             return
         self.requests.append((scope["path"], headers, body))
         recorded = RunHeader.decode(headers[RUN_HEADER]).recorded
@@ -371,6 +379,46 @@ def test_broadcast_reaches_all_replicas_and_answers_the_refusal(cluster):
     assert [len(replica.requests) for replica in (cluster.a, cluster.b)] == [1, 1]
     cluster.script(status(200), status(200))
     assert cluster.post("/reset_prefix_cache").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/abort_request", "/flush_cache", "/reset_prefix_cache"])
+def test_broadcast_says_whom_it_did_not_reach(cluster, path):
+    cluster.a.is_cut = True
+    found = cluster.post(path)
+    assert found.status_code == 503
+    assert "1 of 2 replicas have answered, and not a:" in found.json()["error"]["message"]
+    assert [each for each, _, _ in cluster.b.requests] == [path]
+
+
+def test_broadcast_does_not_miss_a_replica_that_has_died(cluster):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        cluster.a.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    cluster.join(cluster.a)
+    assert cluster.post("/flush_cache").status_code == 200
+
+
+def test_replica_without_an_answer_is_closed_and_left_out_of_metrics_until_it_answers(cluster):
+    cluster.a.is_cut = True
+    assert wait_until(lambda: len(cluster.ingress.replicas.open) == 1)
+    text = cluster.http.get("/metrics").text
+    assert "\ndflash:replicas 1.0\n" in text
+    assert 'engine="a"' not in text
+    assert set(cluster.a.cuts) == {"/ready"}
+    assert {cluster.post().status_code for _ in range(8)} == {200}
+    assert cluster.a.requests == []
+    cluster.a.is_cut = False
+    assert wait_until(lambda: len(cluster.ingress.replicas.open) == 2)
+    assert "\ndflash:replicas 2.0\n" in cluster.http.get("/metrics").text
+
+
+def test_metrics_are_merged_off_the_event_loop(cluster, monkeypatch):
+    threads = []
+    monkeypatch.setattr(ingress_module, "merged", lambda *_: threads.append(threading.current_thread()) or b"")
+    assert cluster.http.get("/metrics").status_code == 200
+    loops = []
+    cluster.loop.call_soon_threadsafe(lambda: loops.append(threading.current_thread()))
+    assert wait_until(lambda: loops)
+    assert threads != loops
 
 
 def test_metrics_count_the_replicas_that_answer(cluster):
