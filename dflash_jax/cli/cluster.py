@@ -21,6 +21,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     cluster = p.add_argument_group("cluster")
     text = "a number, or MIN:MAX, between which it follows the load (default: %(default)s)"
     cluster.add_argument("--replicas", type=replicas, default=(1, 1), metavar="N|MIN:MAX", help=text)
+    text = "of this cluster, on a Ray cluster that has several (default: %(default)s)"
+    cluster.add_argument("--name", type=name, default="dflash", metavar="NAME", help=text)
     text = "of a running Ray cluster, or auto for this machine's (default: Ray is started on this machine)"
     cluster.add_argument("--address", metavar="HOST:PORT", help=text)
     text = "requests of a replica that MIN:MAX aims at (default: --slots)"
@@ -55,6 +57,13 @@ def replicas(given: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise argparse.ArgumentTypeError(f"{given[:40]!r}: it must be N or MIN:MAX, of 1 or more")
     return least, most
+
+
+def name(given: str) -> str:
+    """Reads ``--name``."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,62}", given, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{given[:40]!r}: it must be 1 to 63 letters, digits, '-', '_' and '.'")
+    return given
 
 
 def tpu_slice(given: str) -> tuple[str, str]:

@@ -21,11 +21,12 @@ from dflash_jax.cli import cluster as options
 from dflash_jax.cluster.address import AddressServer
 from dflash_jax.cluster.hosts import HostGroup
 from dflash_jax.cluster.replica import ReplicaServer
+from dflash_jax.errors import InputError
 
 log = logging.getLogger("dflash_jax.cluster")
 
-# Names of the application, and of the ingress's actor with its namespace.
-APPLICATION, INGRESS, NAMESPACE = "dflash", "dflash-ingress", "dflash"
+# Of the ingresses' actors.
+NAMESPACE = "dflash"
 # A resource that only the head node of a cluster has, and the part of it that the ingress takes.
 HEAD = {"node:__internal_head__": 0.001}
 # Seconds between two messages of a replica to the ingress, and between two looks of the ingress at its application.
@@ -33,6 +34,13 @@ BEAT_S, LOOK_S = 2.0, 20.0
 # Seconds of Serve's shutdown of a replica beyond those of its drain.
 END_S = 10.0
 LOOPBACK = "127.0.0.1"
+
+
+def ingress_of(name: str) -> Any:
+    """The ingress's actor of the cluster ``name``."""
+    import ray
+
+    return ray.get_actor(f"{name}-ingress", NAMESPACE)
 
 
 class Ingress:
@@ -44,7 +52,7 @@ class Ingress:
     """
 
     def __init__(self, args: Namespace, secret: str):
-        self._secret, self._server = secret, AddressServer(args, secret)
+        self._name, self._secret, self._server = args.name, secret, AddressServer(args, secret)
         self._server.start()
         threading.Thread(target=self._end_with_application, name="end", daemon=True).start()
 
@@ -84,15 +92,13 @@ class Ingress:
                 has_begun = True
             elif has_begun:
                 with suppress(RayError):
-                    if APPLICATION not in serve.status().applications:
-                        ray.kill(ray.get_actor(INGRESS, NAMESPACE))
+                    if self._name not in serve.status().applications:
+                        ray.kill(ingress_of(self._name))
 
 
-def store_caller() -> Callable[..., Awaitable]:
-    """What calls the ingress's `ResponseStore`, as `ReplicaServer` takes it."""
-    import ray
-
-    ingress = ray.get_actor(INGRESS, NAMESPACE)
+def store_caller(name: str) -> Callable[..., Awaitable]:
+    """What calls the `ResponseStore` of the cluster ``name``, as `ReplicaServer` takes it."""
+    ingress = ingress_of(name)
 
     async def call(name: str, *arguments):
         return await ingress.call_store.remote(name, *arguments)
@@ -114,18 +120,22 @@ class Replica:
         import ray
         from ray import serve
 
-        self._ingress = ray.get_actor(INGRESS, NAMESPACE)
-        self._name = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        if context.app_name != args.name:
+            raise InputError(
+                f"--name {args.name}: the application is {context.app_name!r}, and must have the same name"
+            )
+        self._ingress, self._name = ingress_of(args.name), context.replica_id.unique_id
         secret = await self._ingress.secret.remote()
         if args.replica_hosts > 1 or args.replica_slice is not None:
             gpus = gpus_of(args) / args.replica_hosts
-            make = partial(HostGroup, args, system, secret, threads or "", store_caller, gpus)
+            make = partial(HostGroup, args, system, secret, threads or "", partial(store_caller, args.name), gpus)
         else:
             if not args.replica_cpus:
                 # Ray sets it to 1 for an actor that reserves no CPU.
                 os.environ["OMP_NUM_THREADS"] = threads or ""
             host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
-            make = partial(ReplicaServer, args, system, secret, host, store_caller())
+            make = partial(ReplicaServer, args, system, secret, host, store_caller(args.name))
         self._server: ReplicaServer | HostGroup = await asyncio.to_thread(make)
         await asyncio.to_thread(self._server.start)
         self._has_ended = threading.Event()
@@ -213,21 +223,46 @@ def deployment(args: Namespace, system) -> Any:
     ).bind(args, system, os.environ.get("OMP_NUM_THREADS"))
 
 
-def start_ingress(args: Namespace):
-    """The ingress's actor, which is started unless it runs."""
-    import ray
+def start_ingress(args: Namespace, may_run: bool) -> Any:
+    """Starts the ingress's actor, and returns it.
 
+    Args:
+        args: The arguments of `dflash cluster`.
+        may_run: Whether one that runs is taken, as it is.
+
+    Raises:
+        InputError: One runs, or an application of the same name, and may not.
+    """
+    import ray
+    from ray import serve
+
+    if not may_run and args.name in serve.status().applications:
+        raise _taken(args.name)
     actor = ray.remote(Ingress).options(
-        name=INGRESS,
+        name=f"{args.name}-ingress",
         namespace=NAMESPACE,
-        get_if_exists=True,
+        get_if_exists=may_run,
         lifetime="detached",
         num_cpus=0,
         resources=HEAD,
         max_restarts=-1,
         max_concurrency=64,
     )
-    return actor.remote(args, secrets.token_hex(32))
+    try:
+        return actor.remote(args, secrets.token_hex(32))
+    except ValueError:
+        # Ray gives each name once, however many commands ask for it at the same time.
+        raise _taken(args.name) from None
+
+
+def _taken(name: str) -> InputError:
+    import ray
+
+    try:
+        by = f" by {ray.get(ingress_of(name).url.remote())}"
+    except ValueError:
+        by = ", and not by a cluster of ours"
+    return InputError(f"--name {name} is taken on this Ray cluster{by}: end that one first, or give another --name")
 
 
 def build(config: dict) -> Any:
@@ -238,5 +273,6 @@ def build(config: dict) -> Any:
     """
     args, system = options.parse([str(word) for word in config["argv"]])
     args.address = args.address or "auto"
-    start_ingress(args)
+    # The same file again is an update.
+    start_ingress(args, may_run=True)
     return deployment(args, system)

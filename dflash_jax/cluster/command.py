@@ -76,7 +76,7 @@ def run(args: Namespace, system) -> NoReturn:
         _check_address(args)
     warn_of_open_access(args)
     signals = {each: signal.signal(each, _on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    children, drain_s = _Processes(), 0.0
+    children, drain_s, ingress = _Processes(), 0.0, None
     try:
         _start_ray(args)
         for each in signals:
@@ -84,26 +84,26 @@ def run(args: Namespace, system) -> NoReturn:
             signal.signal(each, _on_signal)
         from dflash_jax.cluster import app
 
-        _serve(app, args, system)
+        ingress = app.start_ingress(args, may_run=False)
+        _serve(app, args, system, ingress)
     except _Stopped as e:
         log.info("%s: ending", e)
         drain_s = args.drain_s
     finally:
         for each in signals:
             signal.signal(each, signal.SIG_IGN)
-        _end(args, drain_s, children)
+        _end(args, drain_s, children, ingress)
         for each, handler in signals.items():
             signal.signal(each, handler)
     # All other processes have ended. Ray would wait for them at the end of the interpreter.
     leave(0)
 
 
-def _serve(app, args: Namespace, system) -> None:
-    """Starts ingress and replicas, and waits for a signal."""
+def _serve(app, args: Namespace, system, ingress) -> None:
+    """Starts replicas, and waits for a signal."""
     import ray
     from ray import serve
 
-    ingress = app.start_ingress(args)
     try:
         url = ray.get(ingress.url.remote())
     except ray.exceptions.RayActorError as e:
@@ -111,7 +111,7 @@ def _serve(app, args: Namespace, system) -> None:
     log.info("listening on %s, starting %d replicas", url, args.replicas[0])
     serve.start(proxy_location="Disabled")
     try:
-        serve.run(app.deployment(args, system), name=app.APPLICATION, route_prefix=None)
+        serve.run(app.deployment(args, system), name=args.name, route_prefix=None)
     except RuntimeError as e:
         raise EngineError(f"the replicas cannot start: {' '.join(str(e).split())[-500:]}") from None
     log.info("%d replicas are ready", args.replicas[0])
@@ -139,23 +139,20 @@ class _Processes:
                 process.kill()
 
 
-def _end(args: Namespace, drain_s: float, children: _Processes) -> None:
-    """Ends the application, the ingress, and Ray where this process has started it."""
+def _end(args: Namespace, drain_s: float, children: _Processes, ingress) -> None:
+    """Ends the application and the ingress that this process has started, and Ray where it has started that, too."""
     import ray
 
-    if ray.is_initialized():
+    if ingress is not None:
         from ray import serve
 
-        from dflash_jax.cluster import app
-
         with suppress(Exception):
-            ingress = ray.get_actor(app.INGRESS, app.NAMESPACE)
             left = ray.get(ingress.drain.remote(drain_s), timeout=drain_s + STEP_S)
             if left:
                 log.warning("%d requests did not end within %g s", left, drain_s)
-        _within(STEP_S, serve.shutdown if args.address is None else lambda: serve.delete(app.APPLICATION))
+        _within(STEP_S, serve.shutdown if args.address is None else lambda: serve.delete(args.name))
         with suppress(Exception):
-            ray.kill(ray.get_actor(app.INGRESS, app.NAMESPACE))
+            ray.kill(ingress)
     # A start that was interrupted has processes, too.
     started = children.now() if args.address is None else []
     _within(STEP_S, ray.shutdown)

@@ -3,18 +3,23 @@
 import contextlib
 import json
 import logging.handlers
+import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 
-from dflash_jax.cli.cluster import main
+from dflash_jax.cli.cluster import main, parse
 from dflash_jax.cli.serve import http_config
+from dflash_jax.cluster import app, command
+from dflash_jax.errors import InputError
 from dflash_jax.server.connections import ConnectionLimits
 from tests.server.conftest import wait_until
 
@@ -23,6 +28,8 @@ BODY |= {"temperature": 0.8, "seed": 3, "return_token_ids": True}
 # Few programs, and a wait that holds while a busy machine starts a replica.
 WORDS = ["--slots", "1", "--max-block-size", "4", "--max-len", "512", "--prefix-bytes", "0", "--platform", "cpu"]
 WORDS += ["--wait-s", "900"]
+# A second command joins the Ray of the first one.
+RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
@@ -36,6 +43,70 @@ def test_server_closes_no_handler_of_the_process():
     handler = logging.handlers.MemoryHandler(1, target=logging.NullHandler())
     http_config(None, ConnectionLimits())
     assert handler.target is not None
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """A stand-in for Ray, on which a cluster of another command runs. Attributes: names, applications, started."""
+    found = SimpleNamespace(names=["dflash-ingress"], applications=["dflash"], started=[])
+
+    def get_actor(name, _):
+        if name not in found.names:
+            raise ValueError(name)
+        return SimpleNamespace(url=SimpleNamespace(remote=lambda: "http://there"))
+
+    def start(name, get_if_exists, **_):
+        def remote(*_):
+            if name in found.names and not get_if_exists:
+                raise ValueError(f"{name} is already taken")
+            found.started.append(name)
+
+        return SimpleNamespace(remote=remote)
+
+    ray, serve = ModuleType("ray"), ModuleType("ray.serve")
+    ray.get, ray.get_actor, ray.serve = lambda value: value, get_actor, serve
+    ray.remote = lambda _: SimpleNamespace(options=start)
+    ray.shutdown = lambda: found.started.append("the end of Ray")
+    serve.delete = lambda name: found.started.append(f"the end of {name}")
+    serve.status = lambda: SimpleNamespace(applications=found.applications)
+    for module in (ray, serve):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return found
+
+
+@pytest.mark.parametrize("applications", [[], ["dflash"]], ids=["starting", "running"])
+def test_second_cluster_of_a_name_is_refused_and_one_of_another_name_starts(other, applications):
+    other.applications = applications
+    with pytest.raises(
+        InputError, match=r"--name dflash is taken on this Ray cluster by http://there: .* another --name"
+    ):
+        app.start_ingress(parse([])[0], may_run=False)
+    assert other.started == []
+    app.start_ingress(parse(["--name", "b.2"])[0], may_run=False)
+    assert other.started == ["b.2-ingress"]
+
+
+def test_application_of_others_is_not_replaced(other):
+    other.names = []
+    with pytest.raises(InputError, match="taken on this Ray cluster, and not by a cluster of ours: "):
+        app.start_ingress(parse([])[0], may_run=False)
+
+
+def test_update_takes_the_ingress_that_runs(other):
+    app.start_ingress(parse([])[0], may_run=True)
+    assert other.started == ["dflash-ingress"]
+
+
+def test_command_without_an_ingress_of_its_own_ends_no_other(other):
+    args, _ = parse(["--address", "auto"])
+    command._end(args, 0, command._Processes(), None)
+    assert other.started == ["the end of Ray"]
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a b", "é", "a" * 64])
+def test_name_that_others_cannot_have_is_refused(name):
+    with pytest.raises(InputError, match="it must be 1 to 63 letters"):
+        parse([f"--name={name}"])
 
 
 def descendants(process):
@@ -62,7 +133,8 @@ def running(count: int, *words: str):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "dflash_jax.cluster", "--replicas", str(count), "--port", str(port)]
-    process, url = subprocess.Popen([*command, *WORDS, *words]), f"http://127.0.0.1:{port}"
+    process = subprocess.Popen([*command, *WORDS, *words], env=os.environ | RAY)
+    url = f"http://127.0.0.1:{port}"
     try:
         assert wait_until(lambda: has_replicas(url, process, count), 600)
         yield url, process
@@ -97,6 +169,24 @@ def cluster():
     """URL and process of a cluster, which a test ends, and the tokens of `BODY` before that."""
     with running(2) as (url, process):
         yield url, process, tokens_of(url)
+
+
+def test_second_cluster_on_the_same_ray_leaves_the_first_one_alone(cluster):
+    url, process, whole = cluster
+    (raylet,) = (each for each in descendants(process) if each.name() == "raylet")
+    address = next(word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--gcs-address="))
+    command = [sys.executable, "-m", "dflash_jax.cluster", "--address", address]
+    refused = subprocess.run(
+        [*command, "--port", "0"], env=os.environ | RAY, capture_output=True, text=True, timeout=600
+    )
+    assert refused.returncode == 2
+    assert f"--name dflash is taken on this Ray cluster by {url}: " in refused.stderr
+    assert tokens_of(url) == whole
+    with running(1, "--address", address, "--name", "second") as (other, second):
+        assert tokens_of(other) == whole
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(120) == 0
+    assert tokens_of(url) == whole
 
 
 def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
