@@ -1,6 +1,7 @@
 """Disturbs a cluster under load: no request may be lost, repeated in part, or changed. And what its ingress costs.
 
-    python scripts/cluster/check.py kill            a replica gets SIGKILL at a random time, for several seeds
+    python scripts/cluster/check.py kill            each part gets SIGKILL at a random time, for several seeds
+    python scripts/cluster/check.py gcs             Ray's GCS gets SIGKILL: all must end, with code 1
     python scripts/cluster/check.py update          a new version takes the place of two replicas, one after the other
     python scripts/cluster/check.py scale           one replica, two under load, and one again
     python scripts/cluster/check.py throughput      tokens per second through the ingress and of one plain server
@@ -38,6 +39,14 @@ with contextlib.suppress(ModuleNotFoundError):
     import psutil
 
 REPLICA, INGRESS = "ray::ServeReplica", "ray::Ingress"
+# What `kill` disturbs: the beginning of a process's command, and the signal. A stopped one goes on after STOPPED_S.
+PARTS = {
+    "replica": (REPLICA, signal.SIGKILL),
+    "stopped replica": (REPLICA, signal.SIGSTOP),
+    "controller": ("ray::ServeController", signal.SIGKILL),
+    "ingress": (INGRESS, signal.SIGKILL),
+}
+STOPPED_S = 10.0
 PROMPTS = ["def clamp(value, low, high):\n    ", "class Stack:\n", "import os\n\n", "x = "]
 SMALL = ["--slots", "8", "--max-len", "1024"]
 # Clients that go on while the cluster ends a replica, of those under whose load it has started one.
@@ -113,7 +122,12 @@ def connected(url: str) -> "httpx.AsyncClient":
 
 
 async def send_all(
-    url: str, count: int, clients: int, request: Request, until: asyncio.Event | None = None
+    url: str,
+    count: int,
+    clients: int,
+    request: Request,
+    until: asyncio.Event | None = None,
+    again: list[int] | None = None,
 ) -> list[tuple[int, Answer | Exception]]:
     """Sends the first ``count`` requests, and the same ones again until an event.
 
@@ -123,6 +137,8 @@ async def send_all(
         clients: How many clients send them; each waits for its answer before it sends the next.
         request: The i-th request.
         until: Requests go on until it is set; None: each is sent once.
+        again: Gets the number of each request that its client sends again, because it has lost its connection or the
+            cluster has no replica yet; None: no client does.
 
     Returns:
         (number of the request, answer or exception) of each.
@@ -130,12 +146,20 @@ async def send_all(
     numbers, answers = itertools.count(), []
     async with connected(url) as http:
 
+        async def result(i: int) -> Answer | Exception:
+            while True:
+                try:
+                    return await answer(http, *request(i))
+                except (httpx.HTTPError, RuntimeError, ValueError, LookupError) as e:
+                    is_early = isinstance(e, httpx.HTTPStatusError) and e.response.status_code == 503
+                    if again is None or not (is_early or isinstance(e, httpx.TransportError)):
+                        return e
+                    again.append(i)
+                await asyncio.sleep(0.1)
+
         async def client() -> None:
             while (i := next(numbers)) < count or (until is not None and not until.is_set()):
-                try:
-                    answers.append((i % count, await answer(http, *request(i % count))))
-                except (httpx.HTTPError, RuntimeError, ValueError, LookupError) as e:
-                    answers.append((i % count, e))
+                answers.append((i % count, await result(i % count)))
 
         await asyncio.gather(*(client() for _ in range(clients)))
     return answers
@@ -218,7 +242,9 @@ async def disturbed(url: str, work: Awaitable, loads: Callable[[], Awaitable], e
     before, began = state(url), time.perf_counter()
     _, answers = await asyncio.gather(work, loads())
     seconds, after = time.perf_counter() - began, state(url)
-    went_on = [after.resumed - before.resumed, after.repeated - before.repeated]
+    # A new ingress counts anew.
+    totals = [(before.resumed, after.resumed), (before.repeated, after.repeated)]
+    went_on = [new - old if new >= old else new for old, new in totals]
     return [*compared(answers, expected, what), *went_on, f"{seconds:.1f}"]
 
 
@@ -256,26 +282,56 @@ def are_right(rows: list[list]) -> bool:
 
 def kill(args) -> tuple[str, bool]:
     words = ["--replicas", "2", *SMALL, *args.words]
-    rows, load = [], load_of(args)
+    rows, load, is_whole = [], load_of(args), True
     with ServerProcess.of("cluster", words) as server:
         server.wait_until(lambda: len(state(server.url).replicas) == 2)
         began = time.perf_counter()
         expected = asyncio.run(expected_of(server.url, *load))
         seconds = time.perf_counter() - began
 
-        async def killed(rng: random.Random) -> None:
+        async def disturb(title: str, number: signal.Signals, rng: random.Random) -> None:
             await asyncio.sleep(rng.uniform(0.05, 0.8) * seconds)
-            rng.choice(processes_below(server.process.pid, REPLICA)).send_signal(signal.SIGKILL)
+            process = rng.choice(processes_below(server.process.pid, title))
+            process.send_signal(number)
+            if number == signal.SIGSTOP:
+                await asyncio.sleep(STOPPED_S)
+                process.send_signal(signal.SIGCONT)
 
-        for seed in range(args.seeds):
-            loads = lambda: send_all(server.url, *load)  # noqa: E731
-            work = killed(random.Random(f"kill {seed}"))
-            rows.append([seed, *asyncio.run(disturbed(server.url, work, loads, expected, f"seed {seed}"))])
+        def is_back(title: str) -> bool:
+            return bool(processes_below(server.process.pid, title)) and len(state(server.url).replicas) == 2
+
+        for part, seed in itertools.product(args.parts, range(args.seeds)):
+            title, number = PARTS[part]
+            again = [] if part == "ingress" else None
+            replicas = processes_below(server.process.pid, REPLICA)
+            loads = lambda again=again: send_all(server.url, *load, again=again)  # noqa: E731
+            work = disturb(title, number, random.Random(f"kill {seed}"))
+            row = asyncio.run(disturbed(server.url, work, loads, expected, f"{part}, seed {seed}"))
+            server.wait_until(partial(is_back, title))
+            ended = sum(not each.is_running() for each in replicas)
+            is_whole = is_whole and ended == (part == "replica")
+            rows.append([f"{part}, {seed}", *row, len(set(again or ())), ended])
             print(rows[-1], file=sys.stderr)
-            server.wait_until(lambda: len(state(server.url).replicas) == 2)
         end = stopped(server)
     head = f"`dflash cluster {' '.join(words)}` on {machine()}: {load_text(args.requests, args.clients, seconds)}."
-    return f"{head}\n\n{table(f'seed | {ANSWERS}', rows)}\n\n{end}\n", are_right(rows)
+    columns = f"part, seed | {ANSWERS} | sent again by clients | replicas that ended"
+    return f"{head}\n\n{table(columns, rows)}\n\n{end}\n", are_right(rows) and is_whole
+
+
+def gcs(args) -> tuple[str, bool]:
+    words, count = ["--replicas", "1", *SMALL, *args.words], 0
+    with ServerProcess.of("cluster", words) as server:
+        server.wait_until(lambda: len(state(server.url).replicas) == 1)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        next(each for each in children if "gcs_server" in each.name()).kill()
+        began = time.perf_counter()
+        while server.process.poll() is None:
+            answers = asyncio.run(send_all(server.url, 1, 1, load_of(args)[2]))
+            count += isinstance(answers[0][1], Answer)
+        seconds, code = time.perf_counter() - began, server.process.returncode
+        left = [each.name() for each in psutil.wait_procs(children, timeout=60)[1]]
+    text = f"`dflash cluster {' '.join(words)}` on {machine()}: exit code {code} {seconds:.0f} s after the GCS, with "
+    return f"{text}{count} requests answered meanwhile and {len(left)} processes left.\n", code == 1 and not left
 
 
 def update(args) -> tuple[str, bool]:
@@ -448,10 +504,12 @@ def main() -> int:
     # Servers end with the script.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["kill", "update", "scale", "throughput"])
+    p.add_argument("what", choices=["kill", "gcs", "update", "scale", "throughput"])
     p.add_argument("--requests", type=int, default=200)
     p.add_argument("--clients", type=int, default=8)
     p.add_argument("--seeds", type=int, default=5, help="of kill")
+    text = f"of kill (default: {', '.join(PARTS)})"
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=text)
     p.add_argument("--versions", type=int, default=2, help="of update, behind the first one")
     p.add_argument("--rounds", type=int, default=2, help="of scale")
     p.add_argument("--turns", type=int, default=6, help="of throughput")
@@ -461,7 +519,8 @@ def main() -> int:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = p.parse_args(sys.argv[1:at], argparse.Namespace(words=sys.argv[at + 1 :]))
     args.new_tokens = args.new_tokens or (128 if args.what == "throughput" else 200)
-    report, is_right = {"kill": kill, "update": update, "scale": scale, "throughput": throughput}[args.what](args)
+    what = {"kill": kill, "gcs": gcs, "update": update, "scale": scale, "throughput": throughput}
+    report, is_right = what[args.what](args)
     print(report)
     if args.out:
         args.out.write_text(report)
