@@ -1,12 +1,18 @@
 """docker/: what can be held to the package without a container engine."""
 
+import http.server
+import importlib.util
 import re
+import ssl
+import threading
 import tomllib
 from pathlib import Path
 
 import pytest
+import trustme
 import yaml
 
+from dflash_jax.cli import cluster
 from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.parallel.distributed import LWS_PORT
 from dflash_jax.server.access import OPEN_PATHS
@@ -15,10 +21,11 @@ ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-MANIFESTS = ("kubernetes.yaml", "leader_worker_set.yaml", "gateway.yaml")
+MANIFESTS = ("kubernetes.yaml", "leader_worker_set.yaml", "ray_service.yaml", "gateway.yaml")
 OBJECTS = {name: list(yaml.safe_load_all((DOCKER / name).read_text())) for name in MANIFESTS}
-CLAIM, DEPLOYMENT, SERVICE = OBJECTS["kubernetes.yaml"]
+CLAIM, DEPLOYMENT, BUDGET, SERVICE = OBJECTS["kubernetes.yaml"]
 LEADER_WORKER_SET, LEADER_SERVICE = OBJECTS["leader_worker_set.yaml"][1:]
+RAY_SERVICE = OBJECTS["ray_service.yaml"][1]
 # Groups of APIs: of custom resources, and one of Kubernetes itself.
 API_GROUPS = {
     "gateway.networking.k8s.io",
@@ -26,6 +33,7 @@ API_GROUPS = {
     "inference.networking.x-k8s.io",
     "leaderworkerset.x-k8s.io",
     "lws.sigs.k8s.io",
+    "ray.io",
     "rbac.authorization.k8s.io",
 }
 POD = DEPLOYMENT["spec"]["template"]["spec"]
@@ -40,11 +48,16 @@ def build_accelerators() -> set[str]:
     return {name for pattern in patterns for name in pattern.split("|")}
 
 
+def extras(name: str) -> list[str]:
+    """The requirements of an extra."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][name]
+
+
 def test_dockerfile_installs_extras_that_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {name for names in re.findall(r"extras=([\w,]+)", DOCKERFILE) for name in names.split(",") if name}
+    named = set(re.search(r'"\.\[([\w,]+)\$extras\]"', DOCKERFILE)[1].split(","))
+    assert {"server", "video", "ray", "train"} <= named
     assert build_accelerators() == {"cpu", "cuda13", "tpu"}
-    assert named | build_accelerators() - {"cpu"} <= set(extras)
+    assert all(extras(name) for name in named | build_accelerators() - {"cpu"})
 
 
 def test_dockerfile_copies_what_exists_and_is_not_ignored():
@@ -56,7 +69,10 @@ def test_dockerfile_copies_what_exists_and_is_not_ignored():
     assert set(copied) == set(kept)
 
 
-@pytest.mark.parametrize("arguments", [[], COMPOSE["services"]["cuda"]["command"], CONTAINER["args"]], ids=str)
+COMMANDS = [service["command"] for service in COMPOSE["services"].values()]
+
+
+@pytest.mark.parametrize("arguments", [[], *COMMANDS, CONTAINER["args"]], ids=str)
 def test_servers_listen_on_all_networks_and_the_exposed_port(arguments, monkeypatch):
     monkeypatch.delenv("DFLASH_API_KEY", raising=False)
     assert ENTRYPOINT[:2] == ["dflash", "serve"]
@@ -64,9 +80,16 @@ def test_servers_listen_on_all_networks_and_the_exposed_port(arguments, monkeypa
     assert (args.host, args.port) == ("0.0.0.0", PORT)
 
 
+def test_servers_that_something_starts_again_end_after_a_failure():
+    assert all(service["restart"] != "no" for service in COMPOSE["services"].values())
+    assert all(parse(words)[0].exit_on_failure for words in (*COMMANDS, CONTAINER["args"]))
+
+
 def test_a_stop_waits_longer_than_the_server_drains():
     args, *_ = parse([])
-    assert POD["terminationGracePeriodSeconds"] > args.drain_s
+    pod, *_ = parse(CONTAINER["args"])
+    pause = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert POD["terminationGracePeriodSeconds"] > pause + pod.drain_s
     for service in COMPOSE["services"].values():
         assert int(service["stop_grace_period"].removesuffix("s")) > args.drain_s
 
@@ -95,10 +118,22 @@ def test_kubernetes_probes_are_endpoints_that_need_no_key():
     assert {probe["port"] for probe in probes.values()} == {port["name"]}
 
 
+def test_an_update_and_an_emptied_node_leave_servers():
+    spec = DEPLOYMENT["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    assert BUDGET["spec"]["maxUnavailable"] < spec["replicas"]
+    # A pod of another node mounts the volume beside those that are there.
+    assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
+    start = CONTAINER["startupProbe"]
+    assert spec["progressDeadlineSeconds"] > start["periodSeconds"] * start["failureThreshold"]
+
+
 def test_kubernetes_objects_refer_to_each_other():
-    assert [o["kind"] for o in (CLAIM, DEPLOYMENT, SERVICE)] == ["PersistentVolumeClaim", "Deployment", "Service"]
+    kinds = ["PersistentVolumeClaim", "Deployment", "PodDisruptionBudget", "Service"]
+    assert [each["kind"] for each in OBJECTS["kubernetes.yaml"]] == kinds
     labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
     assert DEPLOYMENT["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert BUDGET["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert SERVICE["spec"]["selector"].items() <= labels.items()
     assert {port["targetPort"] for port in SERVICE["spec"]["ports"]} == {port["name"] for port in CONTAINER["ports"]}
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
@@ -117,13 +152,40 @@ def test_kubernetes_accepts_the_manifests(name):
     """Kubernetes' own kinds, without unknown fields. Custom resources are left out: their pods are not."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for value in OBJECTS[name]:
-        templates = value["spec"].get("leaderWorkerTemplate") if "spec" in value else None
-        if templates is not None:
-            for role in ("leaderTemplate", "workerTemplate"):
-                pod = {"apiVersion": "v1", "kind": "PodTemplate", "template": templates[role]}
-                kubernetes_validate.validate(pod, "1.37", strict=True)
+        if pods := pods_of(value):
+            for pod in pods:
+                template = {"apiVersion": "v1", "kind": "PodTemplate", "template": pod}
+                kubernetes_validate.validate(template, "1.37", strict=True)
         elif value["apiVersion"].split("/")[0] not in API_GROUPS - {"rbac.authorization.k8s.io"}:
             kubernetes_validate.validate(value, "1.37", strict=True)
+
+
+def pods_of(value) -> list:
+    """The templates of the pods of a custom resource."""
+    if value["kind"] == "LeaderWorkerSet":
+        return [value["spec"]["leaderWorkerTemplate"][f"{role}Template"] for role in ("leader", "worker")]
+    if value["kind"] == "RayService":
+        cluster = value["spec"]["rayClusterConfig"]
+        return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return []
+
+
+def test_a_ray_service_has_a_worker_for_each_replica_and_the_ingress_on_its_head(monkeypatch):
+    monkeypatch.delenv("DFLASH_API_KEY", raising=False)
+    spec = RAY_SERVICE["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    args, _ = cluster.parse(application["args"]["argv"])
+    assert application["name"] == args.name
+    assert args.host == "0.0.0.0"
+    ray, (head, worker) = spec["rayClusterConfig"], (pod["spec"] for pod in pods_of(RAY_SERVICE))
+    (ingress,), (replica,) = head["containers"], worker["containers"]
+    assert {"name": "http", "containerPort": args.port} in ingress["ports"]
+    (group,) = ray["workerGroupSpecs"]
+    assert (group["replicas"], group["replicas"]) == args.replicas
+    assert replica["resources"]["limits"]["nvidia.com/gpu"] == args.replica_gpus
+    assert worker["terminationGracePeriodSeconds"] > args.drain_s
+    requirement = next(each for each in extras("ray") if each.startswith("ray["))
+    assert f">={ray['rayVersion'].rpartition('.')[0]}" in requirement
 
 
 def test_a_leader_worker_set_serves_one_model_over_its_pods(monkeypatch):
@@ -174,7 +236,67 @@ def test_a_gateway_sends_requests_to_the_servers_that_the_picker_names():
     assert used <= {plugin["type"] for plugin in config["plugins"]}
 
 
-@pytest.mark.parametrize("path", sorted(DOCKER.iterdir()), ids=lambda path: path.name)
+def health():
+    """The script of the image's health check."""
+    assert "HEALTHCHECK" in DOCKERFILE
+    assert 'CMD ["python", "/opt/dflash/health.py"]' in DOCKERFILE
+    spec = importlib.util.spec_from_file_location("health", DOCKER / "health.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("command", ["serve", "cluster"])
+@pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("demands", [False, True], ids=["any client", "clients with a certificate"])
+def test_health_check_follows_port_and_tls(tmp_path, command, is_tls, demands):
+    server, words = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy), []
+    if is_tls:
+        authority = trustme.CA()
+        (pem := tmp_path / "server.pem").write_bytes(authority.issue_cert("x").private_key_and_cert_chain_pem.bytes())
+        authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.pem")
+        context.verify_mode = ssl.CERT_REQUIRED if demands else ssl.CERT_NONE
+        context.load_cert_chain(pem)
+        # A refusal is that of a handshake: after the connection is accepted.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.handle_error = lambda *_: None
+        words = ["--ssl_certfile", str(pem)]
+        words += ["--ssl-cert-reqs=2", "--ssl-ca-certs", str(tmp_path / "ca.pem")] if demands else []
+    words = [command, "--host", "0.0.0.0", f"--port={server.server_port}", *words]
+    for number, line in ((1, ["/sbin/docker-init", "--", "dflash", *words]), (7, ["python", "/bin/dflash", *words])):
+        (tmp_path / "proc" / str(number)).mkdir(parents=True)
+        (tmp_path / "proc" / str(number) / "cmdline").write_bytes("\0".join([*line, ""]).encode())
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        assert health().main(tmp_path / "proc") == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert health().main(tmp_path / "proc") == 1
+
+
+def test_health_check_of_a_command_without_a_server_is_that_of_its_process(tmp_path):
+    assert health().main(tmp_path) == 1
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "cmdline").write_bytes(b"/opt/dflash/bin/python\0/opt/dflash/bin/dflash\0train\0")
+    assert health().main(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    "path", sorted(each for each in DOCKER.iterdir() if each.is_file()), ids=lambda path: path.name
+)
 def test_no_host_of_a_registry_is_named(path: Path):
     hosts = re.findall(r"\b[\w-]+(?:\.[\w-]+)*\.(?:io|com|org|dev|gcr|net)\b(?!/gpu)", path.read_text())
     assert set(hosts) <= API_GROUPS
