@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from dflash_jax.cluster.member import INTERNAL_HEADERS, RUN_HEADER, SECRET_HEADER, RunHeader
-from dflash_jax.cluster.routing import LOOK_S, Replica, Replicas, beginnings_of
+from dflash_jax.cluster.routing import LOOK_S, Beginning, Replica, Replicas, beginnings_of
 from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
 from dflash_jax.server.request_scope import until_gone
 from dflash_jax.server.resume import COMMENT, END, LOST, RECORD, REPLAYED
@@ -202,7 +202,9 @@ class Relay:
             gone.cancel()
             link.waiting.discard(self)
 
-    async def _replica(self, beginnings: list[int], tried: Sequence[Replica], gone: asyncio.Future) -> Replica | None:
+    async def _replica(
+        self, beginnings: Sequence[Beginning], tried: Sequence[Replica], gone: asyncio.Future
+    ) -> Replica | None:
         replicas = self._link.replicas
         if (replica := replicas.choose(beginnings, tried)) is not None or not replicas.has_begun:
             return replica

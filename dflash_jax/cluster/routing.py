@@ -1,6 +1,7 @@
 """The replicas that the ingress knows: which are alive, and which one gets a request."""
 
 import asyncio
+import hashlib
 import logging
 import math
 import random
@@ -28,19 +29,21 @@ HEAD, PIECES, USELESS = 2**16, 2048, 64
 KNOWN, ADDED, TOUCHED = 2**17, 32, 4
 # Replicas of a beginning, with which it counts as common and says nothing.
 COMMON = 4
+# A hash of a prompt's beginning, or a digest of a session.
+Beginning = int | bytes
 _PROMPT = re.compile(rb'"(?:messages|prompt|input|input_ids|text)"\s*:')
 # A piece ends at a quotation mark, where it can. So the end of a short message is the end of a piece.
 _PIECE = re.compile(rb'(?s).{8}[^"]{0,120}"?')
 
 
-def beginnings_of(headers: dict[bytes, bytes], body: bytes) -> list[int]:
+def beginnings_of(headers: dict[bytes, bytes], body: bytes) -> Sequence[Beginning]:
     """Hashes of the beginnings of a request's prompt, from the shortest to the longest.
 
     Two requests have the same first hashes as far as their prompts are the same bytes, beyond `USELESS` of them. With
-    x-session-id the session is the only beginning.
+    x-session-id a digest of the session is the only beginning.
     """
     if (session := headers.get(b"x-session-id")) is not None:
-        return [hash((b"x-session-id", session))]
+        return [hashlib.blake2b(session, digest_size=16).digest()]
     match = _PROMPT.search(body, 0, HEAD)
     begin = match.end() if match else 0
     pieces = list(islice(_PIECE.finditer(body, begin), PIECES))
@@ -52,9 +55,9 @@ class Beginnings:
     """Names of the replicas that had requests with a beginning, for the `KNOWN` beginnings that were last in use."""
 
     def __init__(self):
-        self._names: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._names: OrderedDict[Beginning, tuple[str, ...]] = OrderedDict()
 
-    def known(self, beginnings: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    def known(self, beginnings: Sequence[Beginning]) -> Iterator[tuple[str, ...]]:
         """Yields the names of each known beginning from the longest one, up to one that is `COMMON`."""
         for beginning in reversed(beginnings):
             names = self._names.get(beginning, ())
@@ -63,12 +66,12 @@ class Beginnings:
             if names:
                 yield names
 
-    def add(self, beginnings: Sequence[int], name: str) -> None:
-        """Adds the replica that gets a request."""
+    def add(self, beginnings: Sequence[Beginning], name: str) -> None:
+        """Adds the replica that gets a request. A session is at one replica only, that of its last request."""
         shared = next((i for i in range(len(beginnings), 0, -1) if beginnings[i - 1] in self._names), 0)
         for beginning in beginnings[max(0, shared - TOUCHED) : shared + ADDED]:
-            others = (each for each in self._names.get(beginning, ()) if each != name)
-            self._names[beginning] = (name, *others)[:COMMON]
+            names = () if isinstance(beginning, bytes) else self._names.get(beginning, ())
+            self._names[beginning] = (name, *(each for each in names if each != name))[:COMMON]
             self._names.move_to_end(beginning)
         while len(self._names) > KNOWN:
             self._names.popitem(last=False)
@@ -161,7 +164,7 @@ class Replicas:
             replica.attempts.remove(task)
             self._requests -= 1
 
-    def choose(self, beginnings: Sequence[int], tried: Collection[Replica] = ()) -> Replica | None:
+    def choose(self, beginnings: Sequence[Beginning], tried: Collection[Replica] = ()) -> Replica | None:
         """The replica for a request: one that had its longest known beginning, unless that has too many requests.
 
         Args:
@@ -185,7 +188,7 @@ class Replicas:
         self._beginnings.add(beginnings, replica.name)
         return replica
 
-    async def wait(self, beginnings: Sequence[int], tried: Collection[Replica], seconds: float) -> Replica | None:
+    async def wait(self, beginnings: Sequence[Beginning], tried: Collection[Replica], seconds: float) -> Replica | None:
         """`choose`, as soon as there is a replica; None where none takes requests within ``seconds``."""
         until = time.monotonic() + seconds
         while (replica := self.choose(beginnings, tried)) is None and (left := until - time.monotonic()) > 0:

@@ -155,7 +155,7 @@ async def send_all(
                     if again is None or not (is_early or isinstance(e, httpx.TransportError)):
                         return e
                     again.append(i)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
 
         async def client() -> None:
             while (i := next(numbers)) < count or (until is not None and not until.is_set()):

@@ -73,6 +73,14 @@ def test_session_is_the_only_beginning_of_its_requests():
     assert beginnings_of({}, b"") == []
 
 
+def test_session_stays_at_its_last_replica_however_often_it_had_to_leave():
+    fleet = Fleet(*(f"replica-{i}" for i in range(2 * COMMON)))
+    session = beginnings_of({b"x-session-id": b"me"}, b"")
+    for _ in range(COMMON + 1):
+        fleet.load(fleet.choose(session).name, 40)
+    assert len({fleet.choose(session) for _ in range(30)}) == 1
+
+
 def test_large_body_is_looked_at_in_part():
     body = json.dumps({"prompt": "x" * 10_000_000}).encode()
     assert len(beginnings_of({}, body)) == PIECES
