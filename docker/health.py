@@ -34,8 +34,8 @@ def commands(processes: Path = Path("/proc")) -> Iterator[list[str]]:
 
 def connection(args) -> http.client.HTTPConnection:
     """A connection to the server of parsed arguments."""
-    wildcards = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-    host = wildcards.get(args.host, args.host)
+    # What listens on all networks listens here.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host) or str(args.host)
     if args.ssl_certfile is None:
         found = http.client.HTTPConnection(host, args.port, timeout=TIMEOUT_S)
     else:

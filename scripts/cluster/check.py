@@ -300,7 +300,8 @@ def kill(args) -> tuple[str, bool]:
         def is_back(title: str) -> bool:
             return bool(processes_below(server.process.pid, title)) and len(state(server.url).replicas) == 2
 
-        for part, seed in itertools.product(args.parts, range(args.seeds)):
+        runs = [(part, seed) for part in args.parts for seed in range(args.seeds)]
+        for part, seed in runs:
             title, number = PARTS[part]
             again = [] if part == "ingress" else None
             replicas = processes_below(server.process.pid, REPLICA)

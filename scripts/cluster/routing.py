@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_jax.cluster.routing import BOUND, LEAST, Replica, Replicas, beginnings_of
 from dflash_jax.tools.server_process import machine
@@ -32,7 +33,8 @@ class Talk:
 
     def __init__(self, rng: random.Random, system: str):
         self._rng, self._messages = rng, [{"role": "system", "content": system}]
-        self.turns, self.replica = rng.randint(2, 8), None
+        self.turns = rng.randint(2, 8)
+        self.replica: Replica | None = None
         self._add("user", 200)
 
     def _add(self, role: str, most: int) -> None:
@@ -89,7 +91,7 @@ def simulated(seed: int, replicas: int = 16, under_way: int = 128, talks: int = 
         outcome.turns += talk.replica is not None
         outcome.returned += talk.replica is replica
         bound = max(LEAST, math.ceil(BOUND * (sum(len(each.attempts) for each in fleet.all) + 1) / replicas))
-        talk.replica, task = replica, object()
+        talk.replica, task = replica, _a_task()
         fleet.begin(replica, task)
         outcome.most = max(outcome.most, len(replica.attempts) / bound)
         heapq.heappush(ends, (now + rng.expovariate(1), rng.random(), talk, task))
@@ -103,6 +105,11 @@ def simulated(seed: int, replicas: int = 16, under_way: int = 128, talks: int = 
         waiting.append(talk if talk.turns else Talk(rng, system))
         send(now)
     return outcome
+
+
+def _a_task() -> Any:
+    """Stands for the task of a request."""
+    return object()
 
 
 async def _never(_: Replica) -> bool:
@@ -125,7 +132,7 @@ def costs(replicas: int = 1000) -> list[tuple[str, float, float]]:
     for i in range(replicas):
         fleet.join(f"replica-{i}", "")
     for replica in rng.choices(fleet.all, k=8 * replicas):
-        fleet.begin(replica, object())
+        fleet.begin(replica, _a_task())
     talk, rows = Talk(rng, rng.randbytes(1000).hex()), []
     first = talk.body()
     for _ in range(9):
