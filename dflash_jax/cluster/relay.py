@@ -272,7 +272,7 @@ class Relay:
                 elif event + END == LOST:
                     self._link.replicas.leave(replica.name)
                     raise LostError("its engine has failed")
-                elif event.startswith(COMMENT):
+                elif event.startswith(COMMENT) and b"\n" not in event:
                     # It only keeps the connection. It belongs to no piece, and is not repeated.
                     await self._send({"type": "http.response.body", "body": event + END, "more_body": True})
                 else:

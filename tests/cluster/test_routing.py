@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax.cluster import routing
-from dflash_jax.cluster.routing import COMMON, KNOWN, LOOKS, PIECES, Replicas, beginnings_of
+from dflash_jax.cluster.routing import COMMON, KNOWN, LOOKS, PIECES, SAMPLE, Replicas, beginnings_of
 from tests.helpers import load_script
 
 script = load_script("cluster/routing.py")
@@ -138,6 +138,23 @@ def test_turns_find_their_replica_under_load_and_none_has_more_than_its_bound(se
     outcome = script.simulated(seed)
     assert outcome.returned / outcome.turns >= 0.8
     assert outcome.most <= 1
+
+
+def test_choice_among_a_thousand_replicas_looks_at_few_of_them():
+    looks = []
+
+    class Counted(set):
+        def __len__(self):
+            looks.append(self)
+            return super().__len__()
+
+    fleet = Fleet(*(f"replica-{i}" for i in range(1000)))
+    for replica in fleet.all:
+        replica.attempts = Counted()
+    for turns in range(9):
+        looks.clear()
+        fleet.choose(prompt(SYSTEM, *["question", "answer"] * turns))
+        assert 0 < len(looks) <= SAMPLE + COMMON
 
 
 def test_known_beginnings_are_bounded_and_the_oldest_are_forgotten(monkeypatch):
