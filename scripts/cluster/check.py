@@ -289,26 +289,33 @@ def kill(args) -> tuple[str, bool]:
         expected = asyncio.run(expected_of(server.url, *load))
         seconds = time.perf_counter() - began
 
-        async def disturb(title: str, number: signal.Signals, rng: random.Random) -> None:
+        async def disturb(title: str, number: signal.Signals, rng: random.Random, over: asyncio.Event) -> None:
             await asyncio.sleep(rng.uniform(0.05, 0.8) * seconds)
-            process = rng.choice(processes_below(server.process.pid, title))
+            before = processes_below(server.process.pid, title)
+            process = rng.choice(before)
             process.send_signal(number)
             if number == signal.SIGSTOP:
                 await asyncio.sleep(STOPPED_S)
                 process.send_signal(signal.SIGCONT)
 
-        def is_back(title: str) -> bool:
-            return bool(processes_below(server.process.pid, title)) and len(state(server.url).replicas) == 2
+            def is_back() -> bool:
+                now = processes_below(server.process.pid, title)
+                is_new = number == signal.SIGSTOP or process not in now
+                return is_new and len(now) == len(before) and len(state(server.url).replicas) == 2
+
+            try:
+                await asyncio.to_thread(server.wait_until, is_back)
+            finally:
+                over.set()
 
         runs = [(part, seed) for part in args.parts for seed in range(args.seeds)]
         for part, seed in runs:
             title, number = PARTS[part]
-            again = [] if part == "ingress" else None
+            over, again = asyncio.Event(), [] if part == "ingress" else None
             replicas = processes_below(server.process.pid, REPLICA)
-            loads = lambda again=again: send_all(server.url, *load, again=again)  # noqa: E731
-            work = disturb(title, number, random.Random(f"kill {seed}"))
+            loads = lambda over=over, again=again: send_all(server.url, *load, over, again)  # noqa: E731
+            work = disturb(title, number, random.Random(f"kill {seed}"), over)
             row = asyncio.run(disturbed(server.url, work, loads, expected, f"{part}, seed {seed}"))
-            server.wait_until(partial(is_back, title))
             ended = sum(not each.is_running() for each in replicas)
             is_whole = is_whole and ended == (part == "replica")
             rows.append([f"{part}, {seed}", *row, len(set(again or ())), ended])
@@ -330,9 +337,11 @@ def gcs(args) -> tuple[str, bool]:
             answers = asyncio.run(send_all(server.url, 1, 1, load_of(args)[2]))
             count += isinstance(answers[0][1], Answer)
         seconds, code = time.perf_counter() - began, server.process.returncode
-        left = [each.name() for each in psutil.wait_procs(children, timeout=60)[1]]
+        left = psutil.wait_procs(children, timeout=START_S)[1]
+        last = time.perf_counter() - began
     text = f"`dflash cluster {' '.join(words)}` on {machine()}: exit code {code} {seconds:.0f} s after the GCS, with "
-    return f"{text}{count} requests answered meanwhile and {len(left)} processes left.\n", code == 1 and not left
+    text += f"{count} requests answered meanwhile; the last process ended after {last:.0f} s, and {len(left)} remained."
+    return f"{text}\n", code == 1 and not left
 
 
 def update(args) -> tuple[str, bool]:
