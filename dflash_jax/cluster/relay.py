@@ -229,6 +229,8 @@ class Relay:
         except (aiohttp.ClientError, OSError) as e:
             if self._link.lose_unless_listening(replica, e):
                 raise NotThereError from None
+            # One that dies resets connections for a moment: it gets no further attempts of this request.
+            await self._link.replicas.is_ready(replica)
             raise LostError(str(e) or type(e).__name__) from None
         finally:
             self._link.replicas.end(replica, task)

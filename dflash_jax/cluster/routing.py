@@ -127,16 +127,16 @@ class Replicas:
         if (replica := self._replicas.get(name)) is not None:
             self._set_open(replica, False)
 
+    def _looking(self, replica: Replica) -> asyncio.Task:
+        """The look at a replica that is under way, or else a new one."""
+        if replica.looking is None or replica.looking.done():
+            replica.looking = asyncio.ensure_future(self._check(replica))
+        return replica.looking
+
     async def is_ready(self, replica: Replica) -> bool:
         """Looks at once whether a replica takes requests. One that does not gets none until the next good look."""
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                is_ready = await self._look(replica)
-        except (OSError, TimeoutError):
-            is_ready = False
-        if not is_ready:
-            self._set_open(replica, False)
-        return is_ready
+        await asyncio.wait({self._looking(replica)})
+        return replica.is_open
 
     def _set_open(self, replica: Replica, is_open: bool) -> None:
         if replica.is_open != is_open:
@@ -210,12 +210,16 @@ class Replicas:
 
     async def watch(self) -> None:
         """Looks at all replicas, for ever. One that does not answer delays no look at another."""
-        async with asyncio.TaskGroup() as looks:
+        try:
             while True:
                 for replica in self.all:
-                    if replica.looking is None or replica.looking.done():
-                        replica.looking = looks.create_task(self._check(replica))
+                    self._looking(replica)
                 await asyncio.sleep(LOOK_S)
+        finally:
+            looks = [replica.looking for replica in self.all if replica.looking is not None]
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
 
     async def _check(self, replica: Replica) -> None:
         try:

@@ -302,6 +302,26 @@ def test_replica_that_is_gone_and_joins_again_is_no_failed_attempt(cluster, monk
     assert cluster.counts == relay.Counts()
 
 
+def test_replica_that_dies_slowly_gets_no_attempts_until_it_answers_again():
+    with setting() as cluster:
+        cluster.join(cluster.a)
+
+        async def die(lines, send):
+            cluster.a.is_cut = True
+            await stream(lines, send, until=2)
+
+        cluster.script(die)
+        texts = []
+        client = threading.Thread(target=lambda: texts.append(cluster.post().content))
+        client.start()
+        assert wait_until(lambda: cluster.a.cuts and not cluster.ingress.replicas.open and cluster.ingress.link.waiting)
+        cluster.a.is_cut = False
+        client.join()
+        assert texts == [b"".join(EVENTS) + b"data: [DONE]" + END]
+        assert set(cluster.a.cuts) == {"/ready"}
+        assert cluster.counts == relay.Counts(resumed=1)
+
+
 @pytest.mark.parametrize("code", [400, 404, 429])
 def test_refusal_of_a_replica_is_the_answer(cluster, code):
     cluster.script(status(code))
