@@ -39,11 +39,12 @@ with contextlib.suppress(ModuleNotFoundError):
     import psutil
 
 REPLICA, INGRESS = "ray::ServeReplica", "ray::Ingress"
-# What `kill` disturbs: the beginning of a process's command, and the signal. A stopped one goes on after STOPPED_S.
+# What `kill` disturbs: the beginning of a process's command, and the signal. A stopped one goes on after STOPPED_S. The
+# controller that takes the place of a killed one then has to start a replica.
 PARTS = {
-    "replica": (REPLICA, signal.SIGKILL),
     "stopped replica": (REPLICA, signal.SIGSTOP),
     "controller": ("ray::ServeController", signal.SIGKILL),
+    "replica": (REPLICA, signal.SIGKILL),
     "ingress": (INGRESS, signal.SIGKILL),
 }
 STOPPED_S = 10.0
