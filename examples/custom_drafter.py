@@ -5,13 +5,11 @@ target's own: a bad drafter costs time only. Run: python examples/custom_drafter
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 import dflash_jax as d
-from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.drafting import Proposal
 
 PROMPT = "def area(width, height):\n    return width * height\n\ndef area("
@@ -27,6 +25,10 @@ class PromptLookup:
 
     def init_cache(self, slots, capacity, dtype, window):
         return (jnp.zeros((slots, capacity), jnp.int32),)
+
+    def cache_specs(self, cache):
+        """Slots are divided over the data axis of a mesh."""
+        return (jax.sharding.PartitionSpec("data"),)
 
     def extend(self, cache, new):
         """Adds verified tokens [B, T] at their positions [B, T] where they are valid [B, T]."""
@@ -45,27 +47,14 @@ class PromptLookup:
         return Proposal(jnp.take_along_axis(known, jnp.minimum(wanted, known.shape[1] - 1), axis=1))
 
 
-def decode(target, drafter, ids: list[int], block: int):
-    """The new tokens, and how many each round yielded."""
-    settings = d.Settings(block_size=block)
-    state = d.init_state(target, drafter, [ids], NEW_TOKENS, settings=settings)
-    for _ in range(0, len(ids), 64):
-        state = jax.jit(partial(d.prefill_chunk, size=64))(target, drafter, state)
-    state = jax.jit(partial(d.decode, settings=settings))(target, drafter, state, NEW_TOKENS)
-    tokens = state.tokens[0, len(ids) : state.length[0]]
-    return tokens.tolist(), state.yielded[0, : state.rounds[0]].tolist()
-
-
 def main() -> None:
-    llm = d.LLM(draft=None)
-    assert llm.tokenizer is not None
-    target = d.load_target(TINY / "target", jnp.float32)
-    ids = llm.encode(PROMPT)
-    plain, _ = decode(target, None, ids, 1)
-    drafted, rounds = decode(target, PromptLookup(), ids, BLOCK)
-    assert drafted == plain
-    print(PROMPT + llm.tokenizer.decode(drafted))
-    print(f"--- {len(drafted)} tokens in {len(rounds)} rounds: {rounds}")
+    llm = d.LLM(draft=PromptLookup(), max_block_size=BLOCK)
+    params = d.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    (plain,) = llm.generate([PROMPT], params, block_size=1)
+    (drafted,) = llm.generate([PROMPT], params, block_size=BLOCK)
+    assert drafted.token_ids == plain.token_ids
+    print(PROMPT + drafted.text)
+    print(f"--- {len(drafted.token_ids)} tokens in rounds of {drafted.mean_acceptance_length:.2f}")
 
 
 if __name__ == "__main__":

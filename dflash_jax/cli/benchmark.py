@@ -255,7 +255,7 @@ async def cells(results: Results, tasks: dict, methods: list[Method], args, aski
 
 def drafted_tokens(llm) -> int | None:
     """Tokens of the drafter's shortlist; None where it drafts all."""
-    listed = None if llm.drafter is None else llm.drafter.vocabulary
+    listed = getattr(llm.drafter, "vocabulary", None)
     return None if listed is None else len(listed.ids[...])
 
 

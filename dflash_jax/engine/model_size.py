@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dflash_jax.models.decoder import Decoder
-    from dflash_jax.models.drafter import Drafter
-    from dflash_jax.models.mtp import Mtp
+    from dflash_jax.models.drafting import Drafting
     from dflash_jax.parallel.sharding import Layout
 
 
@@ -47,14 +46,17 @@ class Weights:
         return self.total - self.lookup - self.local_experts * self.expert + touched * share * self.expert
 
 
-def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout") -> Weights:
+def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
     """Sums up the weights of a model, with arrays or shapes, on a mesh."""
     import jax
 
-    from dflash_jax.models.config import MoeSpec
+    from dflash_jax.models.config import ModelConfig, MoeSpec
+    from dflash_jax.models.drafters import config_of
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
 
-    ffns = [getattr(layer, "ffn", None) for layer in module.config.layers]
+    config = getattr(module, "config", None)
+    config = config if isinstance(config, ModelConfig) else config_of(module)
+    ffns = [getattr(layer, "ffn", None) for layer in config.layers]
     moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
     experts = moe.num_experts if moe else 0
     sums = dict.fromkeys(("count", "total", "expert", "lookup", "head", "context"), 0.0)
@@ -67,11 +69,11 @@ def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout") -> Weights:
         name = path.rsplit(".", 1)[-1]
         size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout.sizes, spec)
         sums["total"] += size / parts
-        if experts and leaf.shape[0] == experts and name in ("gate_up", "down"):
+        if experts and leaf.shape[:1] == (experts,) and name in ("gate_up", "down"):
             sums["expert"] += size / experts / (parts / layout.parts(layout.experts(experts)))
         if name in ("fc", "k", "v"):
             sums["context"] += size / parts
-        tied = path == "embed" and getattr(module.config, "tied_embeddings", False)
+        tied = path == "embed" and getattr(config, "tied_embeddings", False)
         if path == "head" or tied:
             sums["head"] = size / parts
         elif path == "embed":

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from dflash_jax.decoding.speculative import DEFERRED_SIZE, EXTENSION_SIZE
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.model_size import Weights, weigh
+from dflash_jax.models.drafters import config_of
 
 if TYPE_CHECKING:
     from dflash_jax.models.decoder import Decoder
-    from dflash_jax.models.drafter import Drafter
-    from dflash_jax.models.mtp import Mtp
+    from dflash_jax.models.drafting import Drafting
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class RoundCosts:
         platform: How the device computes.
     """
 
-    def __init__(self, target: "Decoder", drafters: "Sequence[Drafter | Mtp]", platform: Platform):
+    def __init__(self, target: "Decoder", drafters: "Sequence[Drafting]", platform: Platform):
         self._platform, self._parts = platform, target.layout.tensor * target.layout.expert
         self._target, self._target_layers = weigh(target, target.layout), len(target.config.layers)
         self._weights = [weigh(drafter, target.layout) for drafter in drafters]
-        self._configs = [drafter.config for drafter in drafters]
-        listed = [drafter.vocabulary for drafter in drafters]
+        self._configs = [config_of(drafter) for drafter in drafters]
+        listed = [getattr(drafter, "vocabulary", None) for drafter in drafters]
         shares = [1.0 if v is None else len(v.ids) / target.config.vocab_size for v in listed]
         self._heads = [share * self._target.head for share in shares]
         is_cached = self._target.total + sum(weights.total for weights in self._weights) < platform.cache
@@ -89,6 +89,9 @@ class RoundCosts:
 
     def _pass(self, weights: Weights, layers: int, tokens: int, head: float = 0.0) -> float:
         """The cost of a pass over ``tokens`` tokens; ``head``: bytes of a head that ``weights`` does not have."""
+        if not weights.parameters:
+            # A drafter that only looks tokens up.
+            return 0.0
         item = weights.total * self._parts / weights.parameters
         arithmetic = 2 * tokens * (weights.read(1) + head) / item / self._operations
         return max((weights.read(tokens) + head) / self._read_speed, arithmetic) + layers * self._platform.layer

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 
 from dflash_jax import __version__
-from dflash_jax.argument_checks import caller_names
+from dflash_jax.argument_checks import caller_names, check_type
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.compile_cache import cache_directory, enable_disk_cache
 from dflash_jax.engine.config import BlockSize, Speculation, speculations_of
@@ -30,11 +31,12 @@ from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import with_other_names
-from dflash_jax.frontend.llm_config import LLMConfig
+from dflash_jax.frontend.llm_config import Draft, LLMConfig
 from dflash_jax.frontend.loading import Checkpoint, load_media, load_models, placed_drafter, prepare_backend
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.drafting import DraftWindow, together
+from dflash_jax.models.drafters import config_of
+from dflash_jax.models.drafting import Drafting, DraftWindow, check_complete, together
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.cache import page_size
 from dflash_jax.parallel.group import joined
@@ -74,7 +76,7 @@ class LLM(Generation):
     def __init__(
         self,
         target: str | Path | None = None,
-        draft: str | Path | Sequence[str | Path] | None = "auto",
+        draft: Draft | Sequence[Draft] | None = "auto",
         *,
         dtype: str | None = None,
         block_size: BlockSize = "auto",
@@ -126,6 +128,7 @@ class LLM(Generation):
         self.dtype, self.reproducible = given.dtype_name, given.reproducible
         self.limits.check_block_size(given.block_size)
         self.block_size, self.slots = given.block_size, given.slots
+        self._max_block_size = given.max_block_size or sys.maxsize
         free = free if self._group is None else self._group.free_memory
         self.prefix_bytes, self.prefix_host_bytes = given.prefix_budget, given.prefix_host_budget(free)
         self.swap_bytes = given.swap_budget(free)
@@ -146,7 +149,7 @@ class LLM(Generation):
         self.plain_programs = Executables(self.target, None) if self.drafters else self.programs
         self._sync_engine = SyncEngine(self)
         self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
-        # Compiled programs of drafters from memory, by their configuration and dtypes.
+        # Compiled programs of drafters from memory, by their structure and shapes.
         self._compiled: dict = {}
 
     @classmethod
@@ -160,21 +163,29 @@ class LLM(Generation):
         return self._sync_engine.engine
 
     @property
-    def drafter(self) -> Drafter | Mtp | None:
+    def drafter(self) -> Drafting | None:
         """The drafter, the first of several; None without one."""
         return next(iter(self.drafters), None)
 
-    def with_drafter(self, drafter: Drafter | Mtp) -> "LLM":
-        """The same target with a drafter from memory. Reuses what was compiled for an earlier one of its kind."""
-        drafter.config.check_fits(self.config)
+    def with_drafter(self, drafter: Drafting) -> "LLM":
+        """The same target with a drafter from memory. Reuses what was compiled for an earlier one of its kind.
+
+        Raises:
+            InputError: It does not fit the target, or is no whole `Drafting`.
+        """
+        check_complete(drafter)
+        check_type("draft", drafter, Drafting)
+        config = config_of(drafter)
+        config.check_fits(self.config)
         placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
-        placed.vocabulary = None if self.drafter is None else self.drafter.vocabulary
+        if isinstance(placed, Drafter | Mtp):
+            placed.vocabulary = getattr(self.drafter, "vocabulary", None)
         other = self.with_programs(Executables(self.target, placed))
-        other.drafters, other.largest_block = (placed,), drafter.config.block_size
+        other.drafters, other.largest_block = (placed,), min(config.block_size, self._max_block_size)
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
-        dtypes = tuple(x.dtype.name for x in jax.tree.leaves(placed))
-        compiled = self._compiled.setdefault((drafter.config, dtypes), ({}, {}))
+        shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(placed))
+        compiled = self._compiled.setdefault((jax.tree.structure(placed), shapes), ({}, {}))
         other.programs.compiled, other.plain_programs.compiled = compiled
         return other
 
@@ -214,8 +225,12 @@ class LLM(Generation):
 
     @property
     def drafting_method(self) -> str | None:
-        """What drafts, by SGLang's name: "DFLASH", or "NEXTN" for an MTP head, or several; None without a drafter."""
-        names = ["NEXTN" if isinstance(drafter, Mtp) else "DFLASH" for drafter in self.drafters]
+        """What drafts, by SGLang's name: "DFLASH", or "NEXTN" for an MTP head, or several; None without a drafter.
+
+        An object of the caller's has the name of its type.
+        """
+        known = ((Mtp, "NEXTN"), (Drafter, "DFLASH"))
+        names = [next((n for kind, n in known if isinstance(d, kind)), type(d).__name__) for d in self.drafters]
         return ",".join(names) or None
 
     @property
@@ -251,12 +266,13 @@ class LLM(Generation):
         costs = RoundCosts(self.target, self.drafters, platform_named(jax.default_backend()))
         rates, block_sizes = {}, []
         for i, drafter in enumerate(self.drafters):
-            if drafter.config.acceptance_rates is not None:
-                rates[i] = drafter.config.acceptance_rates
-            largest, is_stepped = min(self.largest_block, drafter.config.block_size), isinstance(drafter, Mtp)
+            config = config_of(drafter)
+            if config.acceptance_rates is not None:
+                rates[i] = config.acceptance_rates
+            largest, is_stepped = min(self.largest_block, config.block_size), isinstance(drafter, Mtp)
             block_sizes.append(compiled_block_sizes(largest, self.block_size, is_stepped))
         models = [(x.shape, x.dtype.name) for x in jax.tree.leaves((self.target, self.drafters))]
-        listed = [drafter.vocabulary and len(drafter.vocabulary.ids) for drafter in self.drafters]
+        listed = [v and len(v.ids) for v in (getattr(drafter, "vocabulary", None) for drafter in self.drafters)]
         device = jax.devices()[0].device_kind, processors(), self.backend, str(self.target.layout)
         versions = __version__, jax.__version__
         record = CostRecord(cache_directory(), versions, device, models, listed, self.draft_window)

@@ -13,6 +13,7 @@ from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.host_copies import has_pinned_memory
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
+from dflash_jax.models.drafting import Drafting, check_complete
 from dflash_jax.parallel.sharding import Layout
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -21,6 +22,8 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 MAX_BYTES = 2**50
 # Characters of a path, and of any other word but a template.
 MAX_PATH = 4096
+# A drafter's directory or repo, "mtp", "auto", or an object.
+Draft = str | Path | Drafting
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,12 @@ class LLMConfig:
     Attributes:
         target: A Hugging Face directory or repo id; None for the tiny pair that ships with the package.
         draft: The same for the drafter, or None to decode without one; "mtp" is the target's own MTP head; "auto" is
-            the tiny drafter for the tiny target and None for any other. A list has several drafters, of which each
-            dispatch takes the one that is expected to be the fastest.
+            the tiny drafter for the tiny target and None for any other; an object is a `Drafting` of the caller's. A
+            list has several drafters, of which each dispatch takes the one that is expected to be the fastest.
         dtype: "float32" or "bfloat16"; None or "auto" takes float32 on CPU and bfloat16 elsewhere.
         block_size: Tokens that a round may yield, at most the drafter's own block size; 1 is plain decoding; "auto"
             chooses the fastest by load and acceptance.
-        max_block_size: Upper bound of all block sizes, at most the drafter's own.
+        max_block_size: Upper bound of all block sizes, at most the drafter's own; 16 is that of a caller's object.
         slots: Prompts that are continued at a time.
         prefix_bytes: Bytes for the cache of prefixes that prompts share; None takes a twentieth of the device's memory,
             256 MiB on CPU.
@@ -77,7 +80,7 @@ class LLMConfig:
     """
 
     target: str | Path | None = None
-    draft: str | Path | Sequence[str | Path] | None = "auto"
+    draft: Draft | Sequence[Draft] | None = "auto"
     dtype: str | None = None
     block_size: BlockSize = "auto"
     max_block_size: int | None = None
@@ -111,6 +114,8 @@ class LLMConfig:
     allowed_local_media_path: str | Path | None = None
 
     def __post_init__(self):
+        for drafter in self.draft if isinstance(self.draft, list | tuple) else (self.draft,):
+            check_complete(drafter)
         check_fields(self)
         for field in fields(self):
             values = self.drafts if field.name == "draft" else (getattr(self, field.name),)
@@ -118,15 +123,15 @@ class LLMConfig:
                 if isinstance(value, str | Path) and not _is_possible(field.name, value):
                     right = f"text without NUL that the system can hold, as a path at most {MAX_PATH} characters"
                     raise wrong(field.name, value, right)
-        if isinstance(self.draft, Sequence) and not isinstance(self.draft, str):
-            is_distinct = len(set(map(str, self.draft))) == len(self.draft) > 0
-            if not is_distinct or any(str(name) in ("auto", "none") for name in self.draft):
-                raise wrong("draft", self.draft, 'a list of different drafters: directories, repo ids or "mtp"')
+        if not isinstance(self.draft, Draft | None):
+            names = [str(each) if isinstance(each, str | Path) else id(each) for each in self.draft]
+            if not len(set(names)) == len(names) > 0 or not {"auto", "none"}.isdisjoint(names):
+                raise wrong("draft", self.draft, 'a list of different drafters: directories, repo ids, "mtp", objects')
             if self.reproducible and len(self.draft) > 1:
                 raise wrong("draft", self.draft, "one drafter where reproducible is set, which has rounds of one kind")
         repos = (("revision", self.revision, (self.target,)), ("draft_revision", self.draft_revision, self.drafts))
         for name, value, sources in repos:
-            count = sum(source not in (None, "auto", "mtp") for source in sources)
+            count = sum(isinstance(each, str | Path) and each not in ("auto", "mtp") for each in sources)
             if value is not None and count != 1:
                 fault = "there is no repo that it could be of" if count == 0 else "there are several repos"
                 raise ArgumentError(name, f"is {shown(value)}: {fault}")
@@ -160,11 +165,11 @@ class LLMConfig:
             raise wrong("decode_context_parallel_size", self.decode_context_parallel_size, right)
 
     @property
-    def drafts(self) -> tuple[str | Path, ...]:
+    def drafts(self) -> tuple[Draft, ...]:
         """The drafters: none, one ("auto" among them) or several."""
         if self.draft is None:
             return ()
-        return (self.draft,) if isinstance(self.draft, str | Path) else tuple(self.draft)
+        return (self.draft,) if isinstance(self.draft, Draft) else tuple(self.draft)
 
     @property
     def layout(self) -> Layout:

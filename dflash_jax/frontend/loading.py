@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax import progress
+from dflash_jax.argument_checks import wrong
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     check_drafter,
@@ -24,7 +25,7 @@ from dflash_jax.checkpoint.load import (
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import read_chat_template
-from dflash_jax.frontend.llm_config import DTYPES, TINY, LLMConfig
+from dflash_jax.frontend.llm_config import DTYPES, TINY, Draft, LLMConfig
 from dflash_jax.frontend.media import MediaReader
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -32,11 +33,13 @@ from dflash_jax.media.fetch import Fetcher
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.media.processor import image_settings
 from dflash_jax.media.video import video_settings
-from dflash_jax.models.config import ModelConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
-from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.models.drafters import OwnConfig, abstract_drafter, config_of
+from dflash_jax.models.drafting import Drafting
 from dflash_jax.models.mtp import Mtp
+from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
@@ -44,7 +47,7 @@ from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths, parameter_specs, place
 
 M = TypeVar("M", bound=Decoder | Drafter | Mtp | DraftVocabulary | VisionTower)
-D = TypeVar("D", bound=Drafter | Mtp)
+D = TypeVar("D", bound=Drafting)
 log = logging.getLogger("dflash_jax")
 
 DRAFT_TOKENS = "draft_tokens.json"  # In a drafter's directory.
@@ -57,7 +60,7 @@ class Checkpoint:
 
     Attributes:
         directory: Of the target.
-        drafts: Directories of the drafters; that of the target for its MTP head.
+        drafts: Directories of the drafters, that of the target for its MTP head; or drafters from memory.
         config: The target's configuration.
         draft_block_sizes: The drafters' own block sizes.
         draft_vocabularies: Of each drafter, int32 [N], the only token ids that are drafted; None for all.
@@ -66,7 +69,7 @@ class Checkpoint:
     """
 
     directory: Path
-    drafts: tuple[Path, ...]
+    drafts: tuple[Path | Drafting, ...]
     config: ModelConfig
     draft_block_sizes: tuple[int, ...]
     draft_vocabularies: tuple[jax.Array | None, ...]
@@ -83,21 +86,39 @@ class Checkpoint:
         if names == ("auto",):
             names = (TINY / "draft",) if given.target is None else ()
         config = check_target(directory)
-        drafts = tuple(
-            directory if name == "mtp" else resolve(name, given.draft_revision, given.download_dir) for name in names
-        )
+
+
+        def found(draft: Draft) -> Path | Drafting:
+            if isinstance(draft, Drafting):
+                return draft
+            return directory if draft == "mtp" else resolve(draft, given.draft_revision, given.download_dir)
+
+        drafts = tuple(map(found, names))
         if not drafts and given.draft_tokens not in (None, "none", "auto"):
             raise InputError(f"draft tokens {given.draft_tokens}: there is no drafter")
-        block_sizes = tuple(check_drafter(draft, config).block_size for draft in drafts)
+        block_sizes = tuple(_check(draft, config).block_size for draft in drafts)
         vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
         defaults = SamplingDefaults.read(directory, given.generation_config).overridden(given.sampling_defaults or {})
         return cls(directory, drafts, config, block_sizes, vocabularies, defaults, _tokenizer(given, directory))
 
 
-def _draft_vocabulary(given: LLMConfig, draft: Path, config: ModelConfig) -> jax.Array | None:
+def _check(draft: Path | Drafting, target: ModelConfig) -> DraftConfig | MtpConfig | OwnConfig:
+    """The configuration of a drafter. Raises InputError where it does not fit the target."""
+    if isinstance(draft, Path):
+        return check_drafter(draft, target)
+    config = config_of(draft)
+    config.check_fits(target)
+    return config
+
+
+def _draft_vocabulary(given: LLMConfig, draft: Path | Drafting, config: ModelConfig) -> jax.Array | None:
     name = given.draft_tokens
     if name in (None, "none"):
         return None
+    if not isinstance(draft, Path):
+        if name == "auto":
+            return None
+        raise InputError(f"draft tokens {name}: the drafter is an object, which drafts what it likes")
     path = draft / DRAFT_TOKENS if name == "auto" else Path(name).expanduser()
     is_divided = given.layout.wide(config.vocab_size).axes
     if name == "auto" and (is_divided or not path.exists()):
@@ -127,9 +148,7 @@ def prepare_backend(kernels: str) -> Backend:
     return backend
 
 
-def load_models(
-    given: LLMConfig, checkpoint: Checkpoint, backend: Backend
-) -> tuple[Decoder, tuple[Drafter | Mtp, ...]]:
+def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, tuple[Drafting, ...]]:
     """Loads the weights: (target, drafters)."""
     dtype = DTYPES[given.dtype_name]
     target = packed(load_target(checkpoint.directory, dtype, given.layout, given.quantize, backend), given.dtype_name)
@@ -137,6 +156,9 @@ def load_models(
         log.warning("products of weights without Triton kernels: %s", reason)
     drafters = []
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
+        if not isinstance(draft, Path):
+            drafters.append(placed_drafter(draft, target, given.layout.mesh(), given.dtype_name))
+            continue
         drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize)
         drafter = packed(drafter, given.dtype_name)
         if ids is not None:
@@ -182,7 +204,17 @@ def packed(module: M, dtype: str) -> M:
 
 
 def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
-    """A drafter from memory as `load_models` loads one, without its draft vocabulary."""
+    """A drafter from memory as `load_models` loads one, without its draft vocabulary.
+
+    One that is neither a `Drafter` nor an `Mtp` keeps its arrays as they are. Raises InputError where it is no tree of
+    arrays.
+    """
+    if not isinstance(drafter, Drafter | Mtp):
+        try:
+            return jax.tree.map(jnp.asarray, drafter)
+        except (TypeError, ValueError):
+            right = "a pytree of arrays: jax.tree_util.register_dataclass or, without arrays, register_static makes one"
+            raise wrong("draft", drafter, right) from None
     shape = abstract_drafter(drafter.config, DTYPES[dtype], target.layout, target.backend)
     shardings = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
     dense = unpack_weights(drafter)

@@ -1,6 +1,7 @@
 """Configuration of models, as frozen (hashable) data. Families read it from a Hugging Face ``config.json``."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from dflash_jax.errors import InputError
@@ -325,15 +326,19 @@ class DraftConfig:
             InputError: Sizes, vocabulary, layers or the mask token do not fit.
         """
         check_sizes(self.hidden_size, self.vocab_size, self.num_target_layers, target)
-        depth = len(target.layers)
-        outside = [i for i in self.target_layer_ids if not 0 <= i < depth]
-        if outside:
-            raise InputError(f"the drafter taps target layers {outside}, the target's layers are 0 to {depth - 1}")
+        check_taps(self.target_layer_ids, target)
         if not 0 <= self.mask_token_id < target.vocab_size:
             raise InputError(
                 f"the drafter's mask_token_id {self.mask_token_id} is out of vocabulary: ids are 0 to "
                 f"{target.vocab_size - 1}"
             )
+
+
+def check_taps(taps: Sequence[int], target: ModelConfig) -> None:
+    """Raises InputError where a drafter taps layers that ``target`` has not."""
+    depth = len(target.layers)
+    if outside := [i for i in taps if not 0 <= i < depth]:
+        raise InputError(f"the drafter taps target layers {outside}, the target's layers are 0 to {depth - 1}")
 
 
 def check_sizes(hidden_size: int, vocab_size: int, num_target_layers: int, target: ModelConfig) -> None:

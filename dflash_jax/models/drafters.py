@@ -1,12 +1,14 @@
-"""The drafters that are read from checkpoints: DFlash, and the MTP head of a target."""
+"""The drafters that are read from checkpoints, DFlash and the MTP head of a target, and what is known of any other."""
 
-from typing import overload
+from dataclasses import dataclass
+from typing import Any, overload
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dflash_jax.models.config import DraftConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig, check_taps
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafting import Drafting
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.ops.backend import XLA, Backend
@@ -35,3 +37,34 @@ def abstract_drafter(
     if isinstance(config, MtpConfig):
         return Mtp(config, rngs=None, dtype=dtype, layout=layout, backend=backend)
     return Drafter(config, rngs=None, dtype=dtype, layout=layout, backend=backend)
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """What is assumed of a drafter with neither a `DraftConfig` nor an `MtpConfig`: its weights are read once a round.
+
+    Attributes:
+        taps: The layers of the target that it reads.
+        block_size: As in `DraftConfig`.
+        layers: As in `DraftConfig`.
+        acceptance_rates: As in `DraftConfig`.
+    """
+
+    taps: tuple[int, ...]
+    block_size: int = 16
+    layers: tuple[Any, ...] = ()
+    acceptance_rates: tuple[float, ...] | None = None
+
+    def passes(self, block_size: int) -> tuple[int, int]:
+        """As `DraftConfig.passes`."""
+        return 1, block_size
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """As `DraftConfig.check_fits`."""
+        check_taps(self.taps, target)
+
+
+def config_of(drafter: Drafting) -> DraftConfig | MtpConfig | OwnConfig:
+    """The configuration of any drafter."""
+    config = getattr(drafter, "config", None)
+    return config if isinstance(config, DraftConfig | MtpConfig) else OwnConfig(tuple(drafter.taps))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.argument_checks import wrong
 from dflash_jax.ops.cache import Bounds
 
 # `Drafter` has a KVCache for each layer. Other drafters may hold any arrays whose first dimension is the slots.
@@ -173,9 +174,18 @@ class Drafting(Protocol):
         ...
 
 
+def check_complete(drafter: Any) -> None:
+    """Raises InputError for what has a method ``propose`` and not all of `Drafting`."""
+    missing = [name for name in vars(Drafting) if not (name.startswith("_") or hasattr(drafter, name))]
+    if missing and hasattr(drafter, "propose"):
+        raise wrong("draft", drafter, f"a drafter, which has {', '.join(missing)} too (see `Drafting`)")
+
+
 @dataclass(frozen=True)
 class DrafterWrapper:
     """Delegates `Drafting` to another drafter; a subclass overrides what it changes, usually `propose`.
+
+    It has the inner drafter's ``config``, if any: its block size, its passes and the acceptance on record.
 
     A subclass is a frozen dataclass under `jax.tree_util.register_dataclass`, so that it passes through jit.
 
@@ -184,6 +194,11 @@ class DrafterWrapper:
     """
 
     drafter: Drafting
+
+    @property
+    def config(self) -> Any:
+        """The inner drafter's; None where it has none."""
+        return getattr(self.drafter, "config", None)
 
     @property
     def taps(self) -> tuple[int, ...]:

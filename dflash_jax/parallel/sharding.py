@@ -14,6 +14,7 @@ and values are cut over the factors that are left (decode context parallelism, a
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +296,15 @@ def parts_of(sizes: Mapping[str, int], spec: PartitionSpec, dimension: int | Non
     return math.prod(sizes[axis] for axis in axes)
 
 
+def _child(owner: Any, name: str) -> Any:
+    """A part of a tree by its name in `parameter_paths`; None where that does not lead to it."""
+    if isinstance(owner, Mapping):
+        return owner.get(name)
+    if name.isdecimal() and hasattr(owner, "__getitem__"):
+        return owner[int(name)]
+    return getattr(owner, name, None)
+
+
 def parameter_attribute(module, what: str, default, is_leaf: Callable | None = None):
     """An attribute of each parameter, in the order of the leaves.
 
@@ -308,8 +318,7 @@ def parameter_attribute(module, what: str, default, is_leaf: Callable | None = N
     for path in parameter_paths(module, is_leaf):
         owner, name = module, path.split(".")
         while len(name) > 1 and not (hasattr(owner, what) and name[0] in getattr(owner, what)()):
-            owner = owner[int(name[0])] if name[0].isdecimal() else getattr(owner, name[0])
-            name = name[1:]
+            owner, name = _child(owner, name[0]), name[1:]
         table = getattr(owner, what)() if hasattr(owner, what) else {}
         attributes.append(table.get(name[0], default))
     return attributes

@@ -28,7 +28,7 @@ def test_llm_config_is_frozen():
     [
         ({"revision": "main"}, "revision is 'main': there is no repo that it could be of"),
         ({"target": "a/b", "draft_revision": "main"}, "draft_revision is 'main': there is no repo"),
-        ({"draft": []}, r"draft is \[\]: it must be a list of different drafters: directories, repo ids or \"mtp\""),
+        ({"draft": []}, r"draft is \[\]: it must be a list of different drafters: directories, repo ids, \"mtp\", obj"),
         ({"draft": ["mtp", "mtp"]}, r"draft is \['mtp', 'mtp'\]: it must be a list of different"),
         ({"draft": ["auto", "mtp"]}, r"draft is \['auto', 'mtp'\]: it must be"),
         ({"draft": ["mtp", 3]}, r"draft is \['mtp', 3\]: it must be"),
