@@ -87,7 +87,6 @@ class Checkpoint:
             names = (TINY / "draft",) if given.target is None else ()
         config = check_target(directory)
 
-
         def found(draft: Draft) -> Path | Drafting:
             if isinstance(draft, Drafting):
                 return draft
