@@ -32,7 +32,8 @@ def wait_until_ready(server: subprocess.Popen, url: str) -> None:
 
 def main(port: int = PORT) -> None:
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "dflash_jax.serve", "--port", str(port), "--slots", "1", "--max-len", "256"]
+    command = [sys.executable, "-m", "dflash_jax.serve", "--bundled", "--port", str(port)]
+    command += ["--slots", "1", "--max-len", "256"]
     server = subprocess.Popen(command)
     try:
         wait_until_ready(server, url)

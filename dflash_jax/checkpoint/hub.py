@@ -1,10 +1,14 @@
 """Resolves a path or a Hugging Face repo id to a directory on this machine."""
 
+import logging
 import re
 from pathlib import Path
 
 from dflash_jax import progress
+from dflash_jax.checkpoint import smollm2
 from dflash_jax.errors import InputError
+
+log = logging.getLogger("dflash_jax")
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -13,13 +17,17 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
     """The directory of a checkpoint. A repo id goes through huggingface_hub, with its cache, offline mode and token.
 
     Args:
-        name: A directory, or, as a string, a repo id.
+        name: A directory, or, as a string, a repo id or "smollm2", which a package of the Python package index has.
         revision: A branch, tag or commit of the repo.
         download_dir: Directory of downloads, in place of huggingface_hub's cache.
 
     Raises:
         InputError: ``name`` is neither, the download fails, or a directory is given with a revision.
     """
+    if smollm2.is_smollm2(name):
+        if revision is not None:
+            raise InputError(f"{name} is one file of a package, which has no revision {revision!r}")
+        return smollm2.cached_smollm2(log.warning)
     if not str(name):
         raise InputError("the path of a checkpoint is empty: give a directory or a Hugging Face repo id")
     try:
@@ -40,7 +48,7 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
         raise InputError(f"{name} does not exist")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise InputError(
-            f"{name} does not exist; give a directory, or a Hugging Face repo id such as Qwen/Qwen3.6-35B-A3B"
+            f"{name} does not exist; give a directory, smollm2, or a Hugging Face repo id such as Qwen/Qwen3.6-35B-A3B"
         )
     from huggingface_hub import snapshot_download
 

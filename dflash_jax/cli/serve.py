@@ -13,7 +13,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from dflash_jax.cli.options import MEDIA_OPTIONS, exit_code, leave, llm_options, set_platform, starting
+from dflash_jax.cli.options import (
+    MEDIA_OPTIONS,
+    exit_code,
+    leave,
+    llm_options,
+    set_platform,
+    smollm2_or_bundled,
+    starting,
+)
 from dflash_jax.errors import InputError
 from dflash_jax.server import transport
 
@@ -63,11 +71,13 @@ def follow(args, system) -> int:
 
 
 def load(args, system):
-    """The `LLM` that the arguments describe."""
+    """The `LLM` that the arguments describe; ``args.target`` becomes what is served where they name none."""
     with starting():
         set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
 
+    if args.target is None and not args.bundled:
+        args.target = smollm2_or_bundled(log.warning)
     return LLM(
         **llm_options(args, system),
         prefix_bytes=args.prefix_bytes,

@@ -9,7 +9,7 @@ import sys
 from dflash_jax.aliases import json_object
 from dflash_jax.cli.aliases import AddDraft, add_others
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_hub, add_media, add_mesh, add_platform, program, with_config
+from dflash_jax.cli.options import Parser, add_hub, add_media, add_mesh, add_platform, program, take_model, with_config
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS
 from dflash_jax.server import cors
@@ -18,8 +18,9 @@ from dflash_jax.server.reasoning import CLOSE, OPEN
 
 log = logging.getLogger("dflash_jax.server")
 
-DESCRIPTION = """OpenAI's and SGLang's HTTP interfaces for a target and a DFlash drafter. Without arguments: the
-bundled tiny pair on 127.0.0.1:30000. Launch commands of vLLM and SGLang work with only the program's name replaced."""
+DESCRIPTION = """OpenAI's and SGLang's HTTP interfaces for a target and a DFlash drafter. Without arguments:
+SmolLM2-135M-Instruct (93 MB, downloaded once) on 127.0.0.1:30000. Launch commands of vLLM and SGLang work with only the
+program's name replaced."""
 
 
 # API keys, which a list of processes does not show.
@@ -99,9 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_logs(http)
 
     models = p.add_argument_group("models (as for dflash_jax.generate)")
-    models.add_argument("model", nargs="?", metavar="MODEL", help="the target")
+    models.add_argument("model", nargs="?", metavar="MODEL", help="the target; smollm2 is SmolLM2-135M-Instruct")
+    models.add_argument("--bundled", action="store_true", help="the bundled pair of tiny models: no download")
     models.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
-    models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
+    text = "target checkpoint (default: SmolLM2 and its drafter, downloaded once; the bundled pair without a network)"
+    models.add_argument("--target", metavar="PATH|REPO", help=text)
     models.add_argument(
         "--draft",
         action=AddDraft,
@@ -276,10 +279,9 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
         if name in os.environ:
             log.warning("%s needs nothing here: the host's work always overlaps the device's", name)
     take_model_from_keys(args)
-    if args.model is not None:
-        if args.target not in (None, args.model):
-            raise InputError(f"MODEL {args.model} and --target {args.target}: give one of them")
-        args.target = args.model
+    take_model(args)
+    if args.bundled and args.target is not None:
+        raise InputError(f"--bundled and the target {args.target}: give one of them")
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)
     leasts = {"max_queue": 0, "max_num_batched_tokens": 16, "drain_s": 0, "response_store": 0, "max_connections": 1}
     leasts |= {
@@ -315,8 +317,10 @@ def take_model_from_keys(args) -> None:
     """``--api-key KEY MODEL``: what is a directory or a repository's name behind the first key is the target."""
     keys = args.api_key or []
     if args.model is None and args.target is None and len(keys) > 1:
+        from dflash_jax.checkpoint.smollm2 import is_smollm2
+
         is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", keys[-1])
-        if is_name or os.path.isdir(keys[-1]):
+        if is_name or os.path.isdir(keys[-1]) or is_smollm2(keys[-1]):
             args.model = keys.pop()
 
 

@@ -31,10 +31,12 @@ class LLMConfig:
     """The keywords of `LLM`. Values that do not depend on a checkpoint are checked when one is made.
 
     Attributes:
-        target: A Hugging Face directory or repo id; None for the tiny pair that ships with the package.
+        target: A Hugging Face directory or repo id; "smollm2" for SmolLM2-135M-Instruct, which is downloaded once; None
+            for the tiny pair that ships with the package.
         draft: The same for the drafter, or None to decode without one; "mtp" is the target's own MTP head; "auto" is
-            the tiny drafter for the tiny target and None for any other; an object is a `Drafting` of the caller's. A
-            list has several drafters, of which each dispatch takes the one that is expected to be the fastest.
+            the drafter that ships with the tiny target or with "smollm2", and None for any other; an object is a
+            `Drafting` of the caller's. A list has several drafters, of which each dispatch takes the one that is
+            expected to be the fastest.
         dtype: "float32" or "bfloat16"; None or "auto" takes float32 on CPU and bfloat16 elsewhere.
         block_size: Tokens that a round may yield, at most the drafter's own block size; 1 is plain decoding; "auto"
             chooses the fastest by load and acceptance.

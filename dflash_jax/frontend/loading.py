@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
+from dflash_jax.checkpoint import smollm2
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     check_drafter,
@@ -83,13 +84,17 @@ class Checkpoint:
         if given.target is not None:
             directory = resolve(given.target, given.revision, given.download_dir)
         names = given.drafts
-        if names == ("auto",):
+        if names == ("auto",) and smollm2.is_smollm2(given.target):
+            names = (smollm2.DRAFTER,)
+        elif names == ("auto",):
             names = (TINY / "draft",) if given.target is None else ()
         config = check_target(directory)
 
         def found(draft: Draft) -> Path | Drafting:
             if isinstance(draft, Drafting):
                 return draft
+            if smollm2.is_smollm2(draft):
+                return smollm2.DRAFTER
             return directory if draft == "mtp" else resolve(draft, given.draft_revision, given.download_dir)
 
         drafts = tuple(map(found, names))

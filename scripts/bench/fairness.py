@@ -35,7 +35,8 @@ CLIENTS = 64
 @contextlib.contextmanager
 def serving(options: list[str], log: Path):
     """A server in a process of its own, warmed up: its address."""
-    command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--warm-up", "full", "--max-queue", "1024"]
+    command = [sys.executable, "-m", "dflash_jax.serve", "--bundled", "--port", "0", "--warm-up", "full"]
+    command += ["--max-queue", "1024"]
     with log.open("w") as out:
         process = subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.STDOUT)
     try:

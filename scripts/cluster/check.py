@@ -49,7 +49,7 @@ PARTS = {
 }
 STOPPED_S = 10.0
 PROMPTS = ["def clamp(value, low, high):\n    ", "class Stack:\n", "import os\n\n", "x = "]
-SMALL = ["--slots", "8", "--max-len", "1024"]
+SMALL = ["--bundled", "--slots", "8", "--max-len", "1024"]
 # Clients that go on while the cluster ends a replica, of those under whose load it has started one.
 FEW = 2
 

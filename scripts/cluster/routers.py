@@ -28,7 +28,7 @@ from dflash_jax.tools.server_process import ServerProcess, free_port, is_ready, 
 with contextlib.suppress(ModuleNotFoundError):
     import httpx
 
-WORDS = ["--slots", "4", "--max-len", "1024", "--prefix-bytes", "0", "--platform", "cpu"]
+WORDS = ["--bundled", "--slots", "4", "--max-len", "1024", "--prefix-bytes", "0", "--platform", "cpu"]
 MESSAGES = [{"role": "user", "content": "Write the function `clamp`."}]
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 PARAMETERS = {"type": "object", "properties": {"path": {"enum": ["a", "b"]}}, "required": ["path"]}

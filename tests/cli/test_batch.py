@@ -23,7 +23,7 @@ from tests.helpers import without_kernels_line
 MESSAGES = [{"role": "user", "content": "Write the function `clamp`."}]
 CHAT = "/v1/chat/completions"
 URLS = frozenset(batch.URLS)
-SMALL = ["--slots", "4", "--max-len", "512", "--prefix-bytes", "0"]
+SMALL = ["--bundled", "--slots", "4", "--max-len", "512", "--prefix-bytes", "0"]
 
 
 def request(custom_id: str, url=CHAT, **body) -> dict:

@@ -124,7 +124,7 @@ def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
     [
         ("qwen3.6-35b-a3", "", "did you mean qwen3.6-35b-a3b"),
         ("smollm2", "train", "did you mean smollm2-135m"),
-        ("smollm2-135m", "", "known are "),
+        ("smollm2-135m", "", "did you mean smollm2"),
         ("xyzzy", "", "known are qwen3-8b, "),
         ("..", "", "known are "),
         ("", "", "known are "),

@@ -53,7 +53,7 @@ def test_generate_without_a_writable_home_writes_one_more_line(environment, tmp_
 
 def test_serve_on_a_cpu_writes_its_own_lines_to_stderr(environment):
     pytest.importorskip("uvicorn")
-    command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--max-len", "256", "--slots", "1"]
+    command = [sys.executable, "-m", "dflash_jax.serve", "--bundled", "--port", "0", "--max-len", "256", "--slots", "1"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(600, process.kill)
         timer.start()

@@ -16,7 +16,7 @@ import trustme
 
 from dflash_jax.cli.serve import main
 
-SMALL = ["--port", "0", "--slots", "1", "--max-len", "512", "--prefix-bytes", "0", "--draft", "none"]
+SMALL = ["--bundled", "--port", "0", "--slots", "1", "--max-len", "512", "--prefix-bytes", "0", "--draft", "none"]
 # Prompts in one size of chunks: each is a program more for every server.
 SMALL += ["--max-num-batched-tokens", "16"]
 

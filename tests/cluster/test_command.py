@@ -26,8 +26,8 @@ from tests.server.conftest import wait_until
 BODY = {"prompt": "def clamp(value, low, high):\n    ", "max_tokens": 160, "ignore_eos": True, "stream": True}
 BODY |= {"temperature": 0.8, "seed": 3, "return_token_ids": True}
 # Few programs, and a wait that holds while a busy machine starts a replica.
-WORDS = ["--slots", "1", "--max-block-size", "4", "--max-len", "512", "--prefix-bytes", "0", "--platform", "cpu"]
-WORDS += ["--wait-s", "900"]
+WORDS = ["--bundled", "--slots", "1", "--max-block-size", "4", "--max-len", "512", "--prefix-bytes", "0"]
+WORDS += ["--platform", "cpu", "--wait-s", "900"]
 # A second command joins the Ray of the first one.
 RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
