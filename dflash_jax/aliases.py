@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.argument_checks import check_type, plain, shown, wrong
+from dflash_jax.argument_checks import check_type, plain, shown, suggestion, wrong
 from dflash_jax.errors import InputError
 
 # What a JSON flag may hold.
@@ -201,7 +201,7 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
     }
     for key, value in given.items():
         if key not in kinds:
-            raise InputError(f"{name}: {shown(key)} is not known: known are {', '.join(kinds)}")
+            raise InputError(f"{name}: {shown(key)} is not known: {suggestion(str(key), kinds)}")
         check_type(f"{name}: {key}", value, kinds[key])
     if METHODS[method] == "mtp" and given["model"] != "mtp":
         raise InputError(

@@ -167,11 +167,29 @@ def check_fields(values: Any) -> None:
         check_type(name, value, annotation)
 
 
+def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """The names that are near to one that is not known, the nearest first, at most ``count``."""
+    return get_close_matches(name[:64], list(known), n=count)
+
+
+def suggestion(name: str, known: Iterable[str], count: int = 1, otherwise: str | None = None) -> str:
+    """What an error says after a name that is not known.
+
+    Args:
+        name: The name.
+        known: The names that there are.
+        count: Most of them that are suggested.
+        otherwise: What it says where no name is near; None: the list of all.
+    """
+    if near := nearest(name, known := list(known), count):
+        return f"did you mean {' or '.join(near)}?"
+    return f"known are {', '.join(known)}" if otherwise is None else otherwise
+
+
 def unknown(callee: str, name: str, known: Iterable[str]) -> InputError:
     """The error of a keyword that ``callee`` does not have, with the nearest that it has."""
-    near = get_close_matches(name, known := list(known), n=1)
-    names = ", ".join(known)
-    hint = f"did you mean {near[0]}?" if near else f"known are {names}" if len(names) <= 200 else REFERENCE
+    known = list(known)
+    hint = suggestion(name, known, otherwise=None if len(", ".join(known)) <= 200 else REFERENCE)
     return InputError(f"{callee} has no argument {name[:60]!r}: {hint}")
 
 

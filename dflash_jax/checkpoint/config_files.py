@@ -3,9 +3,9 @@
 import json
 import reprlib
 import tomllib
-from difflib import get_close_matches
 from pathlib import Path
 
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.errors import InputError
 
 # Largest JSON file that is read. The table of tensors of a large checkpoint has some MB.
@@ -87,9 +87,7 @@ def find_config(name: str | Path, folder: str = "") -> Path:
     known = sorted(p.stem for p in (CONFIGS / folder).glob("*.toml"))
     if path.name in known:
         return CONFIGS / folder / f"{path.name}.toml"
-    near = get_close_matches(path.name, known, n=4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
-    raise InputError(f"config {str(name)!r} is neither a file nor a known name: {hint}")
+    raise InputError(f"config {str(name)!r} is neither a file nor a known name: {suggestion(path.name, known, 4)}")
 
 
 def read_toml_file(path: Path) -> dict:

@@ -119,9 +119,11 @@ def parse(argv: list[str] | None):
         return batch_args, None, None
     if batch_args.api_key is not None:
         raise InputError("--api-key is of --urls: give them, or leave it out")
-    args, system = serve_arguments.parse(server_words)
+    parser = serve_arguments.make_parser()
+    parser.others = make_parser()._option_string_actions
+    args, system = serve_arguments.parse(server_words, parser)
     named = {word.partition("=")[0] for word in server_words}
-    for action in next(g for g in serve_arguments.make_parser()._action_groups if g.title == "http")._group_actions:
+    for action in next(g for g in parser._action_groups if g.title == "http")._group_actions:
         if action.dest not in HTTP_OPTIONS and (given := named & set(action.option_strings)):
             raise InputError(f"{min(given)} is about HTTP, and a batch has none: leave it out")
     batch_args.concurrency = args.slots if batch_args.concurrency is None else batch_args.concurrency

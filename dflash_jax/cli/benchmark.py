@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_jax import progress
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.benchmarking.clients import Asking, Client, EngineClient, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
@@ -350,7 +351,7 @@ def _published(args) -> dict:
         return {}
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if args.published and name not in known:
-        raise InputError(f"published {name!r}: known are {', '.join(known)}")
+        raise InputError(f"published {name!r}: {suggestion(name, known)}")
     return known.get(name, {})
 
 

@@ -6,12 +6,12 @@ JAX.
 
 import argparse
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from dflash_jax import __version__
+from dflash_jax.argument_checks import suggestion
 
 COMMANDS = {
     "demo": "a question, answered with a drafter and without it",
@@ -24,6 +24,7 @@ COMMANDS = {
     "ops": "which implementation each operation takes on a device, and why",
     "benchmark": "the published tables, measured on this machine",
     "convert": "checkpoints between Hugging Face, Orbax and GGUF",
+    "completion": "what makes bash or zsh complete commands and options",
 }
 
 
@@ -40,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
                 "commands:",
                 *(f"  {name:12}{text}" for name, text in COMMANDS.items()),
                 "",
-                f"{prog} COMMAND --help lists a command's options.",
+                f"{prog} COMMAND --help, or {prog} help COMMAND, lists a command's options.",
             ]
         ),
     )
@@ -56,6 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     name, *rest = argv
+    if name == "help":
+        if not rest:
+            parser.print_help()
+            return 0
+        name, *rest = *rest, "--help"
     if name in COMMANDS:
         return import_module(f"dflash_jax.cli.{name}").main(rest)
     if name.startswith("-"):
@@ -65,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             f"error: option {name.partition('=')[0]} is not known: --help or --version, or a command", file=sys.stderr
         )
         return 2
-    near = get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+    hint = suggestion(name, COMMANDS, otherwise=f"commands are {', '.join(COMMANDS)}")
     print(f"error: command {name!r} is not known: {hint}", file=sys.stderr)
     return 2
 

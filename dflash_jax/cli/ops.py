@@ -8,27 +8,32 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from dflash_jax.cli.options import Parser, exit_code, program
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import VisionConfig
-from dflash_jax.ops.backend import Backend, Choice
 from dflash_jax.ops.card import CHOICES, Card
-from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.parallel.devices import DEVICES, device_of_text
 from dflash_jax.planner import Shapes, abstract_pair, read_shapes
+
+if TYPE_CHECKING:
+    from dflash_jax.ops.backend import Backend, Choice
 
 PROGRAMS = ("prefill", "plain step", "round")
 VISION = "vision tower"
 
 
-def backend_for(device: str | None, kernels: str) -> Backend:
+def backend_for(device: str | None, kernels: str) -> "Backend":
     """The backend of a device by its name in `DEVICES`, of "cpu", or, for None, of this machine.
 
     Raises:
         InputError: Triton's kernels cannot be traced, since Triton is not installed.
     """
     from importlib.util import find_spec
+
+    from dflash_jax.ops.backend import Backend
 
     if device is None:
         return Backend.detect(kernels)
@@ -47,7 +52,7 @@ def backend_for(device: str | None, kernels: str) -> Backend:
     return Backend.for_card(card)
 
 
-def choices(shapes: Shapes, backend: Backend, dtype, batch: int, prompt: int, quantize: str | None) -> Iterator:
+def choices(shapes: Shapes, backend: "Backend", dtype, batch: int, prompt: int, quantize: str | None) -> Iterator:
     """(program, its `Choice`s, each once in the order of the first)."""
     import jax
     import jax.numpy as jnp
@@ -82,7 +87,7 @@ def choices(shapes: Shapes, backend: Backend, dtype, batch: int, prompt: int, qu
         yield VISION, _tower_choices(config, backend, dtype, prompt)
 
 
-def _tower_choices(config: VisionConfig, backend: Backend, dtype, prompt: int) -> list[Choice]:
+def _tower_choices(config: VisionConfig, backend: "Backend", dtype, prompt: int) -> "list[Choice]":
     """The choices of a pass over as many patches as the images of a prompt may have."""
     import jax
 
@@ -115,12 +120,12 @@ def _recorded_launches():
     return launching(stub)
 
 
-def as_json(choice: Choice) -> dict[str, object]:
+def as_json(choice: "Choice") -> dict[str, object]:
     """A choice as ``--json`` prints it."""
     return {"taken" if key == "implementation" else key: value for key, value in asdict(choice).items()}
 
 
-def describe(name: str, choices: list[Choice]) -> str:
+def describe(name: str, choices: "list[Choice]") -> str:
     """The choices of one program for people: an operation, its implementation, and the reasons before it."""
     lines = [f"{name}:"]
     for op in dict.fromkeys(choice.op for choice in choices):
@@ -136,7 +141,11 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = Parser(prog=program("ops"), description=__doc__, allow_abbrev=False)
     p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
-    p.add_argument("--device", choices=["cpu", *DEVICES], help="default: this machine's")
+    text = f"cpu, {', '.join(DEVICES)}, or as nvidia-smi names it (default: this machine's)"
+    names = ["cpu", *DEVICES]
+    p.add_argument(
+        "--device", type=lambda t: t if t == "cpu" else device_of_text(t), choices=names, metavar="NAME", help=text
+    )
     p.add_argument("--kernels", choices=CHOICES, default="auto", help="default: %(default)s")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, bfloat16 elsewhere")
     p.add_argument("--quantize", choices=["int8", "fp8"], help="default: as the checkpoint is")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dflash_jax import progress
 from dflash_jax.aliases import json_object
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.cli.aliases import refuse_token, take_aliases
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
@@ -34,15 +35,46 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are InputErrors, for `exit_code` to print."""
+    """An argument parser whose errors are InputErrors, for `exit_code` to print.
+
+    Attributes:
+        where: What the error of an unknown option says where no known one is near.
+        others: Options that the same words may have, of another parser.
+    """
+
+    where = "--help lists the options"
+    others: Iterable[str] = ()
+
+    def parse_args(self, args=None, namespace=None):
+        """Parses all arguments. Raises InputError for unknown ones, with the nearest known option."""
+        namespace, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)} ({self._hint(rest)})")
+        return namespace
+
+    def _hint(self, words: Iterable[str]) -> str:
+        """What the error about the first unknown option of some words says."""
+        known = {**self._option_string_actions, **dict.fromkeys(self.others)}
+        names = (word.partition("=")[0] for word in words if word.startswith("--"))
+        return suggestion(next((name for name in names if name not in known), ""), known, otherwise=self.where)
+
+    def _check_value(self, action: argparse.Action, value) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            hint = suggestion(str(value), known, otherwise=f"choose from {', '.join(known)}")
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} ({hint})")
 
     def parse_known_args(self, args=None, namespace=None):
         """Parses arguments. Raises InputError for a token among them."""
-        refuse_token(sys.argv[1:] if args is None else args)
+        self._words = sys.argv[1:] if args is None else list(args)
+        refuse_token(self._words)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         """Raises InputError."""
+        # Perhaps a required option was given under a wrong name.
+        if "are required" in message and (hint := self._hint(self._words)) != self.where:
+            message += f" ({hint})"
         raise InputError(message)
 
 

@@ -10,13 +10,13 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import replace
-from difflib import get_close_matches
 
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.cli.aliases import AddDraft
 from dflash_jax.cli.plan_changes import Change, Request, changes
 from dflash_jax.cli.system_config import System, read_system, repositories, system_of
 from dflash_jax.errors import InputError
-from dflash_jax.parallel.devices import DEVICES, Device, device_name
+from dflash_jax.parallel.devices import DEVICES, Device, device_name, device_of_text
 from dflash_jax.planner import USABLE, read_shapes
 
 # Largest count of slots, tokens or rounds, and the largest number of devices, of a plan.
@@ -132,7 +132,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, else tensor=N")
     text = "devices that share each page of keys and values in place of copies (default: the config's, else 1)"
     p.add_argument("--decode-context-parallel-size", type=int, metavar="N", help=text)
-    p.add_argument("--device", choices=DEVICES, help="default: this machine's")
+    text = f"{', '.join(DEVICES)}, or as nvidia-smi names it (default: this machine's)"
+    p.add_argument("--device", type=device_of_text, choices=DEVICES, metavar="NAME", help=text)
     p.add_argument("--all-devices", action="store_true", help="a table of the devices that --device lists")
     p.add_argument(
         "--device-memory", "--memory", type=float, metavar="GB", help="of one device that --device does not list"
@@ -223,8 +224,7 @@ def find_shapes(name: str, kind: str) -> str:
         if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
             return cached
     known = repositories(kind)
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+    hint = suggestion(name, known, 3)
     raise InputError(f"{kind} {name!r} is neither a directory nor a repository whose config is here: {hint}")
 
 

@@ -7,6 +7,7 @@ import re
 import sys
 
 from dflash_jax.aliases import json_object
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.cli.aliases import AddDraft, add_others
 from dflash_jax.cli.arguments import block_size
 from dflash_jax.cli.options import Parser, add_hub, add_media, add_mesh, add_platform, program, take_model, with_config
@@ -42,11 +43,7 @@ class ServerParser(Parser):
         words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args([_with_dashes(word) for word in words], namespace)
 
-    def error(self, message: str):
-        """Raises InputError; for an unknown flag it says where the known ones are."""
-        if message.startswith("unrecognized arguments"):
-            message += " (--help lists the options; docs/flags.md lists vLLM's and SGLang's)"
-        super().error(message)
+    where = "--help lists the options; docs/flags.md lists vLLM's and SGLang's"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -363,7 +360,7 @@ def check_thinking_tags(config: dict) -> None:
     right = {"reasoning_parser": None, "reasoning_start_str": OPEN, "reasoning_end_str": CLOSE}
     for name, value in config.items():
         if name not in right:
-            raise InputError(f"--reasoning-config: {name[:40]!r} is not known: {', '.join(right)} are")
+            raise InputError(f"--reasoning-config: {name[:40]!r} is not known: {suggestion(name, right)}")
         if right[name] is not None and value not in ("", right[name]):
             message = f"{name} is {str(value)[:40]!r}: only {right[name]!r} is possible"
             raise InputError(f"--reasoning-config: {message}")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.checkpoint.config_files import CONFIGS, find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import check_meshes, mesh_for
@@ -52,7 +53,7 @@ class System:
 def _check(table: dict, known: dict, where: str) -> dict:
     for key, value in table.items():
         if key not in known:
-            raise InputError(f"{where}: {key!r} is not known: known are {', '.join(known)}")
+            raise InputError(f"{where}: {key!r} is not known: {suggestion(key, known)}")
         if isinstance(value, bool) or not isinstance(value, known[key]):
             raise InputError(f"{where}: {key} is {value!r}: its type is wrong")
     return table

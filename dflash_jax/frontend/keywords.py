@@ -4,7 +4,6 @@ import argparse
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from dflash_jax.aliases import (
@@ -16,7 +15,7 @@ from dflash_jax.aliases import (
     drafted,
     json_object,
 )
-from dflash_jax.argument_checks import check_type, hints_of, plain, shown, unknown, wrong
+from dflash_jax.argument_checks import check_type, hints_of, nearest, plain, shown, unknown, wrong
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import LLMConfig
 from dflash_jax.frontend.other_flags import NOTHING, REFUSED, SECRETS, is_neutral, read_word
@@ -123,7 +122,7 @@ def _check_other(name: str, value: Any) -> None:
     if name in SERVER_ONLY:
         raise InputError(f"LLM has no argument {name!r}: dflash serve has --{name.replace('_', '-')}")
     if name not in OTHERS:
-        near = get_close_matches(name, [*ACCEPTED, *SamplingParams.__annotations__], n=1)
+        near = nearest(name, [*ACCEPTED, *SamplingParams.__annotations__])
         if near and near[0] not in ACCEPTED:
             raise InputError(f"LLM has no argument {name!r}: SamplingParams has {near[0]}")
         raise unknown("LLM", name, ACCEPTED)

@@ -1,7 +1,10 @@
 """Accelerators by name: memory and bandwidth, for plans and for choosing a system's mesh."""
 
+import argparse
+import re
 from dataclasses import dataclass
 
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.errors import InputError
 
 
@@ -43,9 +46,31 @@ DEVICES = {
 }
 
 
+def _bare(name: str) -> str:
+    """A device's name without its maker, spaces and capitals."""
+    words = re.split(r"[\s_-]+", name.lower())
+    return "".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "tpu"))
+
+
 def device_name(kind: str) -> str | None:
-    """The name in `DEVICES` of a JAX device_kind; None for an unknown one."""
-    return next((name for name, device in DEVICES.items() if kind.startswith(device.kind)), None)
+    """The name in `DEVICES` of a device; None for an unknown one.
+
+    Args:
+        kind: That name, or how JAX (device_kind) or nvidia-smi names the device, in any case.
+    """
+    bare = _bare(kind)
+    if bare in DEVICES:
+        return bare
+    # Those of notebooks have less memory.
+    known = () if "laptop" in bare else DEVICES.items()
+    return next((name for name, device in known if bare.startswith(_bare(device.kind))), None)
+
+
+def device_of_text(text: str) -> str:
+    """A device of a command line: its name in `DEVICES`. Raises argparse.ArgumentTypeError, with the nearest name."""
+    if (name := device_name(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not known: {suggestion(_bare(text), DEVICES)}")
+    return name
 
 
 def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:

@@ -135,7 +135,7 @@ def _path(error: dict, body: Any) -> tuple:
         elif error["type"] != "missing" or i < len(parts) - 1:
             continue
         path.append(part)
-    if error["type"] == "wrong_field":
+    if error["type"] in ("wrong_field", "unknown_field"):
         path.append(error["ctx"]["field"])
     elif error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path.append("type")
@@ -160,11 +160,9 @@ def from_validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', 'malformed')}")
     located = [(_path(e, error.body), e) for e in errors]
     # Of a union's branches, the one with the longest path matched best.
-    path, first = max(located, key=lambda each: (each[1]["type"] == "extra_forbidden", len(each[0])))
+    path, first = max(located, key=lambda each: (each[1]["type"] == "unknown_field", len(each[0])))
     param, kinds = field_name(path), [_kind(e) for where, e in located if where == path]
-    if first["type"] == "extra_forbidden":
-        reason = "is not supported"
-    elif first["type"] == "wrong_field":
+    if first["type"] in ("wrong_field", "unknown_field"):
         reason = first["msg"]
     elif first["type"] in ("missing", "union_tag_not_found"):
         reason = "is missing"

@@ -1,12 +1,13 @@
 """The base of request schemas: how strictly fields are read, and which ones are ignored."""
 
+from collections.abc import Iterable
 from contextvars import ContextVar
-from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.server import neutral_fields
 from dflash_jax.server.notes import note
 
@@ -29,10 +30,16 @@ MOST_CHARACTERS = 64
 unknown_fields: ContextVar[str] = ContextVar("unknown_fields", default="refuse")
 
 
-def wrong(field: str, reason: str) -> PydanticCustomError:
+def wrong(field: str, reason: str, kind: Literal["wrong_field", "unknown_field"] = "wrong_field"):
     """An error about a field, to be raised by a validator of the whole model."""
     name = field[:MOST_CHARACTERS].encode("ascii", "backslashreplace").decode()
-    return PydanticCustomError("wrong_field", "{reason}", {"field": name, "reason": reason})
+    return PydanticCustomError(kind, "{reason}", {"field": name, "reason": reason})
+
+
+def not_supported(field: str, known: Iterable[str]) -> PydanticCustomError:
+    """The error of a field that is not known, with the nearest that is."""
+    hint = suggestion(field, known, otherwise="")
+    return wrong(field, f"is not supported{hint and f': {hint}'}", "unknown_field")
 
 
 class Strict(BaseModel):
@@ -43,10 +50,13 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _checked(cls, given: Any) -> Any:
-        """Limits the number of unknown fields, each of which is an error; drops nulls where a field has a default."""
+        """Refuses an unknown field; drops nulls where a field has a default."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in islice(given.items(), MOST_FIELDS) if not cls._is_default(name, value)}
+        known = {each for name, field in cls.model_fields.items() for each in (name, field.alias)}
+        if unknown := next((name for name in given if name not in known), None):
+            raise not_supported(unknown, [field.alias or name for name, field in cls.model_fields.items()])
+        return {name: value for name, value in given.items() if not cls._is_default(name, value)}
 
     @classmethod
     def _is_default(cls, name: str, value: Any) -> bool:
@@ -96,7 +106,7 @@ class Body(Strict):
             elif not neutral_fields.accepts(cls.neutral[name], value):
                 raise wrong(name, neutral_fields.reason(name, cls.neutral[name]))
         if unknown and unknown_fields.get() == "refuse":
-            raise wrong(unknown[0], "is not supported")
+            raise not_supported(unknown[0], [*cls.model_fields, *cls.neutral])
         if unknown:
             names = ", ".join(name[:MOST_CHARACTERS] for name in unknown[:3])
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""

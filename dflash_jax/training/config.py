@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.argument_checks import suggestion
 from dflash_jax.checkpoint.config_files import find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import check_meshes
@@ -166,7 +167,7 @@ def read_toml(name: str | Path) -> tuple[dict, dict[str, str]]:
     check_meshes(meshes, f"config {path}")
     for key, value in raw.items():
         if key not in FIELDS:
-            raise InputError(f"config {path}: {key!r} is not known: known are {', '.join(FIELDS)}")
+            raise InputError(f"config {path}: {key!r} is not known: {suggestion(key, FIELDS)}")
         raw[key] = checked(key, value, f"config {path}")
     if "draft_config" in raw:
         raw["draft_config"] = str(path.parent / raw["draft_config"])

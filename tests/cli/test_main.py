@@ -85,6 +85,63 @@ def test_what_is_no_command_is_one_line_and_code_2(argv, said, capsys):
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["demo", "--bundle"], "did you mean --bundled?"),
+        (["generate", "--promt", "x"], "did you mean --prompt?"),
+        (["generate", "--dtype", "float16"], "did you mean bfloat16"),
+        (["serve", "--max-model-length", "8"], "did you mean --max-model-len?"),
+        (["serve", "--log-levl=info"], "did you mean --log-level?"),
+        (["cluster", "--replica"], "did you mean --replicas?"),
+        (["batch", "-i", "x", "-o", "y", "--concurency", "2"], "did you mean --concurrency?"),
+        (["batch", "-i", "x", "-o", "y", "--slot", "2"], "did you mean --slots?"),
+        (["train", "fti"], "did you mean fit?"),
+        (["train", "fit", "--outputs", "x"], "did you mean --output?"),
+        (["plan", "qwen3-8b", "--slot", "2"], "did you mean --slots?"),
+        (["plan", "qwen3-8b", "--device", "h20"], "did you mean h200?"),
+        (["plan", "qwen3-8b", "--device", "NVIDIA H300"], "did you mean h"),
+        (["ops", "--configs", "x"], "did you mean --config?"),
+        (["benchmark", "--concurency", "2"], "did you mean --concurrency?"),
+        (["convert", "gguf-hf", "a", "b"], "did you mean gguf-to-hf?"),
+        (["completion", "zhs"], "did you mean zsh?"),
+        (["help", "srve"], "did you mean serve?"),
+        (["plan", "qwen3-8b", "--xyzzy"], "--help lists the options"),
+    ],
+)
+def test_a_wrong_word_gets_the_near_one(argv, said, capsys):
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_help_is_of_all_commands_or_of_one(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/dflash"])
+    assert cli.main(["help"]) == 0
+    assert "commands:" in capsys.readouterr().out
+    for words, usage in ((["plan"], "usage: dflash plan "), (["train", "fit"], "usage: dflash train fit ")):
+        with pytest.raises(SystemExit) as exit:
+            cli.main(["help", *words])
+        assert exit.value.code == 0
+        assert capsys.readouterr().out.startswith(usage)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "said"),
+    [
+        (read_system, "targt = 'a/b'", "'targt' is not known: did you mean target?"),
+        (read_system, "[sampling]\ntemprature = 1", "'temprature' is not known: did you mean temperature?"),
+        (read_system, "xyzzy = 1", "'xyzzy' is not known: known are target, draft"),
+        (read_toml, "layer = 1", "'layer' is not known: did you mean layers?"),
+    ],
+)
+def test_a_wrong_key_of_a_config_gets_the_near_one(read, text, said, tmp_path):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(InputError, match=said.replace("?", r"\?")):
+        read(tmp_path / "a.toml")
+
+
 def test_no_command_shows_the_help(capsys):
     assert cli.main([]) == 2
     assert "commands:" in capsys.readouterr().err

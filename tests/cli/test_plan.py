@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from dflash_jax.cli.plan import main
-from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.parallel.devices import DEVICES, device_name
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN3_8B = ["Qwen/Qwen3-8B", "--slots", "16", "--max-len", "16384"]
@@ -112,6 +112,35 @@ def test_for_people_it_says_at_most(capsys):
     assert "at most 2684 tok/s plain, 13410 tok/s at acceptance length 6" in out
     assert "floor" not in out
     assert "would fit" not in out
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H200", "h200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("nvidia b200", "b200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("GeForce RTX 4090", "rtx4090"),
+        ("RTX PRO 6000", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU v5p", "v5p"),
+        # Of another memory.
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("Tesla V100-SXM2-32GB", None),
+        ("cpu", None),
+    ],
+)
+def test_a_device_has_its_makers_names_too(text, name):
+    assert device_name(text) == name
+
+
+def test_plan_takes_the_name_of_nvidia_smi(capsys):
+    assert planned(capsys, *QWEN3_8B, "--device", "NVIDIA H200") == planned(capsys, *QWEN3_8B, "--device", "h200")
 
 
 # Models.

@@ -79,6 +79,29 @@ def test_what_is_wrong_is_named(quiet, name):
     assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "temprature": 1},
+            "temprature is not supported: did you mean temperature?",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "stream_options": {"include_usag": True}},
+            "stream_options.include_usag is not supported: did you mean include_usage?",
+        ),
+        ("/v1/completions", {"promt": "a"}, "promt is not supported: did you mean prompt?"),
+        ("/v1/responses", {"inputs": "a"}, "inputs is not supported: did you mean input?"),
+        ("/v1/completions", {"prompt": "a", "x" * 10**6: 1}, f"{'x' * 64} is not supported"),
+    ],
+)
+def test_a_wrong_field_gets_the_near_one(quiet, path, body, message):
+    found = quiet.http.post(path, json=body)
+    assert (found.status_code, found.json()["error"]["message"]) == (400, message)
+
+
 def test_another_model_is_not_found(quiet):
     found = quiet.post("/v1/chat/completions", messages=HI, model="gpt-5")
     assert found.status_code == 404
