@@ -40,6 +40,7 @@ def blocks(page: Path, language: str) -> list[Block]:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The words of each command of a shell block, with continued lines joined and comments left out."""
+    """The words of each command of a shell block, with continued lines joined; no comments, no redirections."""
     lines = block.code.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [words[: words.index(">")] if ">" in words else words for words in split if words]
