@@ -201,7 +201,9 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
     }
     for key, value in given.items():
         if key not in kinds:
-            raise InputError(f"{name}: {shown(key)} is not known: {suggestion(str(key), kinds)}")
+            raise InputError(
+                f"{name}: {shown(key)} is not known: {suggestion(key if isinstance(key, str) else '', kinds)}"
+            )
         check_type(f"{name}: {key}", value, kinds[key])
     if METHODS[method] == "mtp" and given["model"] != "mtp":
         raise InputError(

@@ -42,6 +42,7 @@ from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.sampling_params import SamplingParams
 
 
 class Method(NamedTuple):
@@ -172,7 +173,7 @@ class Results:
 
 
 def open_llm(args, options: dict, draft: str | None):
-    """Loads a target with its drafter: (LLM, name of the device). ``draft``: in place of the one that options name."""
+    """An unloaded target and drafter: (LLM, name of the device). ``draft``: in place of the one that options name."""
     with starting():
         device = set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
@@ -185,16 +186,15 @@ def open_llm(args, options: dict, draft: str | None):
     if target is not None and draft is None:
         raise InputError("no drafter: give --draft")
     # Each concurrency asks the same questions: nothing may be left of their prompts.
-    return LLM(
-        target, draft if draft is not None else "auto", prefix_bytes=0, kernels=args.kernels, **kept | given
-    ), device
+    names = {"target": target, "draft": "auto" if draft is None else draft, "kernels": args.kernels}
+    return LLM.unloaded(**names, prefix_bytes=0, **kept | given), device
 
 
 class Systems:
     """The target with one drafter or the other, one at a time in memory."""
 
     def __init__(self, args, options: dict, methods: Sequence[Method]):
-        """Loads the one that the first method with a drafter takes."""
+        """Opens the one that the first method with a drafter takes; `LLM.load` loads it."""
         self._args, self._options = args, options
         self.llm: Any
         self._draft = next((m.draft for m in methods if m.name != PLAIN), None)
@@ -281,6 +281,11 @@ def run(args, argv: list[str]) -> int:
         value = getattr(args, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
             raise InputError(f"{name} {value}: it must be 1 or more")
+    if not args.timeout_s > 0:
+        raise InputError(f"timeout_s {args.timeout_s:g}: it must be above 0")
+    SamplingParams(temperature=args.temperature, max_tokens=args.max_new_tokens)
+    published = _published(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     tasks = read_tasks(args.data, args.prompts, args.seed)
     asking = Asking(args.max_new_tokens, args.temperature, args.thinking, args.ignore_eos, args.timeout_s)
     options = read_system(args.config).options if args.config else {}
@@ -311,24 +316,33 @@ def run(args, argv: list[str]) -> int:
         systems = Systems(args, options, methods)
         llm, device = systems.llm, systems.device
         model = find_config(args.config).stem if args.config else str(args.target or "bundled pair")
+        if args.methods is None:
+            methods = [m for m in methods if m.block_size in (None, "auto") or m.block_size <= llm.largest_block]
+        for each in methods:
+            if each.block_size is not None and each.draft is None:
+                llm.limits.check_block_size(each.block_size)
+        from dflash_jax.engine.model_runner import BATCH_SIZES
+
+        if max(args.concurrency) > BATCH_SIZES[-1]:
+            raise InputError(f"concurrency {max(args.concurrency)}: an engine has {BATCH_SIZES[-1]} slots at most")
+        room = capacity(llm, tasks, asking)
+        llm.load()
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
         about |= {"draft_tokens": drafted_tokens(llm)}
-        if args.methods is None:
-            methods = [m for m in methods if m.block_size in (None, "auto") or m.block_size <= llm.largest_block]
-        room = capacity(llm, tasks, asking)
         # Systems has the only reference, so that one can make room for another.
         del llm
 
         def open_engine(method: Method) -> Client:
             llm = systems.of(method)
+            llm.load()
             size = llm.drafting_block_size if method.block_size is None else method.block_size
             llm.limits.check_block_size(size)
             return EngineClient(llm, size, max(args.concurrency), room)
 
         open_client = open_engine
 
-    results = Results(args.out, about, _published(args))
+    results = Results(args.out, about, published)
     run_async(cells(results, tasks, methods, args, asking, open_client))
     print(results.write([m.name for m in methods]), end="")
     if find_spec("matplotlib") is None:

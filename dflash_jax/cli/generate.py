@@ -1,5 +1,6 @@
 """Text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."""
 
+import errno
 import json
 import os
 import sys
@@ -213,24 +214,38 @@ def run(args, system) -> int:
     )
     # A single prompt has no other prompt to share a prefix with.
     media = {name: getattr(args, name) for name in MEDIA_OPTIONS}
-    llm = LLM(**llm_options(args, system), **media, prefix_bytes=None if len(prompts) > 1 else 0)
+    llm = LLM.unloaded(**llm_options(args, system), **media, prefix_bytes=None if len(prompts) > 1 else 0)
+    prompts = prepared(llm, prompts, params, args)
+    llm.load()
     with llm.leading() as leads:
         return answer(llm, prompts, params, args, device) if leads else 0
 
 
-def answer(llm, prompts: list, params, args, device: str) -> int:
-    """Continues the prompts on a model: the exit code."""
-    has_media = bool(args.image or args.video)
-    if args.compare and llm.drafter is None:
+def prepared(llm, prompts: list, params, args) -> list:
+    """The prompts as `LLM.generate` takes them, but for images and videos. Raises InputError where it would."""
+    if args.compare and llm.largest_block == 1:
         raise InputError("--compare compares with and without a drafter: give --draft")
     if args.show_drafts and llm.tokenizer is None:
         raise InputError("--show-drafts colours text, and this checkpoint has no tokenizer: leave it out")
-    if has_media:
-        prompts = [media_prompt(llm, prompts[0], args)]
-    elif args.chat:
+    if args.image or args.video:
+        if llm.config.vision is None or args.language_model_only:
+            llm.media_reader()
+        for option, sources in (("--image", args.image), ("--video", args.video)):
+            if missing := [each for each in sources if ":" not in each and not os.path.exists(each)]:
+                raise InputError(f"{option}: {missing[0]!r}: {os.strerror(errno.ENOENT)}")
+        return prompts
+    if args.chat:
         given = system_messages(args)
         prompts = [llm.encode_chat([*given, {"role": "user", "content": p}], args.thinking) for p in prompts]
     llm.check(prompts, params)
+    return prompts
+
+
+def answer(llm, prompts: list, params, args, device: str) -> int:
+    """Continues the prompts on a model: the exit code."""
+    if args.image or args.video:
+        prompts = [media_prompt(llm, prompts[0], args)]
+        llm.check(prompts, params)
     extras, good = [{}] * len(prompts), True
     if args.compare:
         completions, extras, good = compare(llm, prompts, params, args)

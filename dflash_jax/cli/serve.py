@@ -228,9 +228,13 @@ def run(args, system) -> int:
     tls = transport.tls_context(args)
     tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
     listening = transport.listen(args.host, args.port, args.uds)
-    llm = load(args, system)
-    with llm.leading():
-        return serve(args, llm, listening, tls, tracer)
+    try:
+        llm = load(args, system)
+        with llm.leading():
+            return serve(args, llm, listening, tls, tracer)
+    except BaseException:
+        transport.close(listening, args.uds)
+        raise
 
 
 def serve(args, llm, listening: socket.socket, tls, tracer) -> int:

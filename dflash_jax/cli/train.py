@@ -12,6 +12,7 @@ from dflash_jax.cli.aliases import add_aliases, take_aliases
 from dflash_jax.cli.options import Parser, exit_code, program, set_platform, starting
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import mesh_for
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import FIELDS, TrainConfig, checked, read_toml
 
 # A run that was stopped and may go on: EX_TEMPFAIL of sysexits.h.
@@ -158,6 +159,19 @@ def _regenerate_by_url(config: TrainConfig) -> int:
     return 0
 
 
+def check_files(command: str, config: TrainConfig) -> None:
+    """Raises InputError for a file that cannot be read, and OSError for an output that cannot be written."""
+    files = {"data": config.data, "held_out": (config.held_out,), "draft_config": (config.draft_config,)}
+    for option in files.keys() & options_of(command):
+        for name in filter(None, files[option]):
+            try:
+                open(name, "rb").close()
+            except OSError as e:
+                raise InputError(f"{option} {name} cannot be read: {e.strerror}") from None
+    if command in ("fit", "regenerate"):
+        config.directory.mkdir(parents=True, exist_ok=True)
+
+
 def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     """Runs one command of `train`: the exit code."""
     from dataclasses import replace
@@ -168,6 +182,7 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         raise InputError('training needs more packages: pip install "dflash-jax[train]"')
     if command in ("regenerate", "cache", "fit", "tokens") and not config.data:
         raise InputError(f"{command} needs --data: files of JSON lines")
+    check_files(command, config)
     if command == "regenerate" and config.urls:
         return _regenerate_by_url(config)
     if config.mesh is None:
@@ -177,6 +192,8 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
             from dflash_jax.frontend.llm import LLM
             from dflash_jax.training.regenerate import regenerate
 
+        # What is wrong is found before the target is loaded.
+        SamplingParams(temperature=config.temperature, max_tokens=config.max_new_tokens)
         # Prompts that have little in common: to keep their beginnings costs more than it spares.
         options: dict[str, Any] = {"dtype": config.dtype, "mesh": config.mesh, "slots": config.slots, "prefix_bytes": 0}
         options |= {"draft_revision": config.draft_revision, **config.target_options}

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -112,7 +111,23 @@ class LLM(Generation):
         **other_names: Any,
     ):
         arguments = locals()
-        values = {field.name: arguments[field.name] for field in fields(LLMConfig)}
+        self._open({field.name: arguments[field.name] for field in fields(LLMConfig)}, other_names)
+        self.load()
+
+    @classmethod
+    def unloaded(cls, **keywords: Any) -> "LLM":
+        """An `LLM` without its weights, until `load`.
+
+        Every keyword is checked, and `check`, `encode` and `encode_chat` work: what is wrong in a command is found
+        before anything takes long.
+        """
+        llm = cls.__new__(cls)
+        values = {field.name: keywords.pop(field.name, field.default) for field in fields(LLMConfig)}
+        llm._open(values, keywords)
+        return llm
+
+    def _open(self, values: dict[str, Any], other_names: dict[str, Any]) -> None:
+        """Checks the keywords, and reads what is not weights."""
         values, names = with_other_names(values, other_names)
         with caller_names(names):
             given = LLMConfig(**values)
@@ -120,21 +135,31 @@ class LLM(Generation):
             allow_pinned_memory()
             # From here on, a process that ends is noticed.
             self._group, self._leader = joined(free := free_memory()), None
+            # Raises where there are too few devices.
+            given.layout.mesh()
             checkpoint = Checkpoint.read(given)
             self.max_len = given.positions(checkpoint.config.max_positions)
             self.largest_block = given.largest_block(max(checkpoint.draft_block_sizes, default=1))
+        self._given, self._checkpoint = given, checkpoint
         self.config, self.directory = checkpoint.config, checkpoint.directory
         self.defaults, self.tokenizer = checkpoint.defaults, checkpoint.tokenizer
         self.dtype, self.reproducible = given.dtype_name, given.reproducible
         self.limits.check_block_size(given.block_size)
         self.block_size, self.slots = given.block_size, given.slots
-        self._max_block_size = given.max_block_size or sys.maxsize
         free = free if self._group is None else self._group.free_memory
         self.prefix_bytes, self.prefix_host_bytes = given.prefix_budget, given.prefix_host_budget(free)
         self.swap_bytes = given.swap_budget(free)
         self.mem_fraction = given.mem_fraction
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
+        self.drafters, self.media, self._is_loaded = (), None, False
+        self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
+
+    def load(self) -> None:
+        """Compiles a CPU's kernels and loads the weights of an `LLM` that is `unloaded`; nothing for any other."""
+        if self._is_loaded:
+            return
+        given, checkpoint = self._given, self._checkpoint
         self.backend = prepare_backend(given.kernels)
         began = time.perf_counter()
         self.target, self.drafters = load_models(given, checkpoint, self.backend)
@@ -147,8 +172,7 @@ class LLM(Generation):
         self.programs = Executables(self.target, together(self.drafters))
         # These neither compute nor store anything of the drafters.
         self.plain_programs = Executables(self.target, None) if self.drafters else self.programs
-        self._sync_engine = SyncEngine(self)
-        self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
+        self._sync_engine, self._is_loaded = SyncEngine(self), True
         # Compiled programs of drafters from memory, by their structure and shapes.
         self._compiled: dict = {}
 
@@ -181,7 +205,10 @@ class LLM(Generation):
         if isinstance(placed, Drafter | Mtp):
             placed.vocabulary = getattr(self.drafter, "vocabulary", None)
         other = self.with_programs(Executables(self.target, placed))
-        other.drafters, other.largest_block = (placed,), min(config.block_size, self._max_block_size)
+        other.drafters, other.largest_block = (
+            (placed,),
+            min(config.block_size, self._given.max_block_size or config.block_size),
+        )
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
         shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(placed))

@@ -62,11 +62,13 @@ def open_pair(config: TrainConfig) -> Pair:
     options: dict[str, Any] = {"dtype": config.dtype, "mesh": Layout.parse(config.mesh or ""), "prefix_bytes": 0}
     # A follower has no tower, and each process computes the rows of its own steps.
     options["language_model_only"] = jax.process_count() > 1
-    llm = LLM(config.target, None, **options, **config.target_options)
+    llm = LLM.unloaded(target=config.target, draft=None, **options, **config.target_options)
     if config.sequence_length > llm.config.max_positions:
         most = llm.config.max_positions
         raise InputError(f"sequence_length {config.sequence_length}: the target has {most} positions")
-    return Pair(llm, drafters.raw_config(config, llm))
+    raw = drafters.raw_config(config, llm)
+    llm.load()
+    return Pair(llm, raw)
 
 
 def read_rows(

@@ -15,10 +15,17 @@ def models() -> dict:
 def shared_models(models, monkeypatch):
     """Commands with the same options of models get one `LLM`: its programs are traced once, not for every command."""
 
-    def shared(*args, **options):
-        key = repr((args, sorted(options.items())))
-        if key not in models:
-            models[key] = LLM(*args, **options)
-        return models[key]
+    class Shared(LLM):
+        def __new__(cls, target=None, draft="auto", **options):
+            llm = cls.unloaded(target=target, draft=draft, **options)
+            llm.load()
+            return llm
 
-    monkeypatch.setattr("dflash_jax.frontend.llm.LLM", shared)
+        @classmethod
+        def unloaded(cls, **options):
+            key = repr(sorted(options.items()))
+            if key not in models:
+                models[key] = LLM.unloaded(**options)
+            return models[key]
+
+    monkeypatch.setattr("dflash_jax.frontend.llm.LLM", Shared)
