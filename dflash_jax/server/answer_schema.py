@@ -226,6 +226,26 @@ class Models(Answer):
     data: list[Model]
 
 
+class AnthropicModel(Answer):
+    """A model in Anthropic's shape."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModels(Answer):
+    """Anthropic's list of models."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
 class Tokens(Answer):
     """The tokens of a text."""
 

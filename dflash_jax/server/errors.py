@@ -180,9 +180,16 @@ def from_conversion_error(error: ValidationError) -> ApiError:
     return ApiError(400, f"{field_name(first['loc'])}: {first['msg']}")
 
 
+def wants_anthropic(scope: Mapping) -> bool:
+    """Whether a request for models is one of Anthropic's clients, whose path is OpenAI's too."""
+    is_for_models = scope["path"] == "/v1/models" or scope["path"].startswith("/v1/models/")
+    return is_for_models and any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
 def error_response(error: ApiError, scope: Mapping) -> JsonResponse:
     """The answer to a request of an ASGI scope."""
-    return JsonResponse(error.body_for(scope["path"]), error.status_code, error.headers)
+    path = "/v1/messages" if wants_anthropic(scope) else scope["path"]
+    return JsonResponse(error.body_for(path), error.status_code, error.headers)
 
 
 def add_handlers(app) -> None:

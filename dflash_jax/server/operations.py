@@ -1,15 +1,27 @@
 """Endpoints beside generation: models, health, metrics, tokens."""
 
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.server import chat_schema, schema
-from dflash_jax.server.answer_schema import Error, Model, Models, Status, Text, Tokens, Version
+from dflash_jax.server.answer_schema import (
+    AnthropicModel,
+    AnthropicModels,
+    Error,
+    MessagesError,
+    Model,
+    Models,
+    Status,
+    Text,
+    Tokens,
+    Version,
+)
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.conversation import converse
-from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.errors import ApiError, JsonResponse, wants_anthropic
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 
@@ -17,8 +29,12 @@ router = APIRouter(route_class=MediaRoute)
 NOT_READY = {503: {"model": Status}}
 
 
-def model_card(serving: Serving, name: str) -> dict:
-    """A model in OpenAI's list."""
+def model_card(serving: Serving, name: str, is_anthropics: bool) -> dict:
+    """A model in OpenAI's list, or in Anthropic's."""
+    if is_anthropics:
+        created = datetime.fromtimestamp(serving.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        card = {"type": "model", "id": name, "display_name": name, "created_at": created}
+        return card | {"max_input_tokens": serving.capacity, "max_tokens": serving.capacity}
     return {
         "id": name,
         "object": "model",
@@ -29,19 +45,28 @@ def model_card(serving: Serving, name: str) -> dict:
     }
 
 
-@router.get("/v1/models", responses={200: {"model": Models}}, response_model=None)
+@router.get("/v1/models", responses={200: {"model": Models | AnthropicModels}}, response_model=None)
 async def models(http: Request):
-    """OpenAI's list of models."""
+    """The list of models: OpenAI's, or with the header anthropic-version Anthropic's, which is one page."""
     serving: Serving = http.app.state.serving
-    return JsonResponse({"object": "list", "data": [model_card(serving, name) for name in serving.names]})
+    is_anthropics = wants_anthropic(http.scope)
+    data = [model_card(serving, name, is_anthropics) for name in serving.names]
+    if is_anthropics:
+        names = {"first_id": serving.names[0], "last_id": serving.names[-1]}
+        return JsonResponse({"data": data, "has_more": False, **names})
+    return JsonResponse({"object": "list", "data": data})
 
 
-@router.get("/v1/models/{name:path}", responses={200: {"model": Model}, 404: {"model": Error}}, response_model=None)
+@router.get(
+    "/v1/models/{name:path}",
+    responses={200: {"model": Model | AnthropicModel}, 404: {"model": Error | MessagesError}},
+    response_model=None,
+)
 async def model(http: Request, name: str):
     """One model."""
     serving: Serving = http.app.state.serving
     serving.check_model(name)
-    return JsonResponse(model_card(serving, name or serving.name))
+    return JsonResponse(model_card(serving, name or serving.name, wants_anthropic(http.scope)))
 
 
 @router.get("/health", responses={200: {"model": Status}, **NOT_READY}, response_model=None)

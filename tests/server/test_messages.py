@@ -54,6 +54,21 @@ def test_an_answer_is_the_librarys(client, llm):
     assert hidden.content[1:] == message.content[1:]
 
 
+def test_models_have_anthropics_shape_for_its_client(client, quiet):
+    models = client.models.list()
+    assert [model.id for model in models] == [NAME, "tiny"]
+    assert (models.has_more, models.first_id, models.last_id) == (False, NAME, "tiny")
+    one = client.models.retrieve(NAME)
+    assert (one.type, one.display_name, one.created_at.utcoffset().seconds) == ("model", NAME, 0)
+    assert one == models.data[0]
+    with pytest.raises(anthropic.NotFoundError) as error:
+        client.models.retrieve("other")
+    assert (error.value.body["type"], error.value.body["error"]["type"]) == ("error", "not_found_error")
+    # OpenAI's without the header.
+    assert quiet.http.get("/v1/models").json()["object"] == "list"
+    assert quiet.http.get("/v1/models/other").json()["error"]["code"] == 404
+
+
 def test_without_thinking_and_up_to_a_stop_sequence(client, llm):
     expected = alone(llm, thinking=False, max_tokens=60).text
     options = {"model": NAME, "messages": MESSAGES, "max_tokens": 60, "thinking": THINKS_NOT, **GREEDY}
