@@ -255,6 +255,66 @@ def test_markdown_and_the_tint_in_it(mocked):
     wait_for(mocked, "document.querySelector('#announcer').textContent == 'Copied'")
 
 
+MATHS = r"""The root \(x_1 = \frac{-b}{2a}\) and $y^2$, for $5 or $6 dollars and \$7.
+
+\[
+\sum_{i=1}^n i
+= \frac{n(n+1)}{2}
+\]
+
+A table:
+
+| a | b |
+| - | - |
+| $\alpha$ | c |
+
+$$\begin{aligned} a &= b \\ c &= d \end{aligned}$$
+
+In code it stays: `\(a\)`. No formula: \(\frac{\) and \(open.
+"""
+
+
+@pytest.mark.parametrize("step", [3, 5000])
+def test_formulas_are_mathml(mocked, step):
+    """Also where they arrive in parts, of which most are no formula yet."""
+    ask(mocked, "Prove.", text=MATHS, step=step)
+    body = mocked.locator(".turn.assistant .text").last
+    formulas = body.locator("math")
+    assert formulas.count() == 5
+    assert [body.locator(f"math {tag}").count() > 0 for tag in ("mfrac", "msup", "munderover", "mtable")] == [True] * 4
+    assert body.locator("td math").text_content() == "α"
+    assert body.locator("math.tml-display").count() == 2
+    height = "math => math.querySelector('mfrac').getBoundingClientRect().height > 10"
+    assert formulas.first.evaluate(height)
+    text = body.inner_text()
+    for kept in ("for $5 or $6 dollars and $7", r"\(a\)", r"\(\frac{\)", r"\(open."):
+        assert kept in text
+    assert body.locator("code").all_inner_texts() == [r"\(a\)", r"\(\frac{\)"]
+
+
+def test_a_formula_that_still_arrives_keeps_its_form(mocked):
+    ask(mocked, "Prove.", text="So\n\n\\[\nx\n- y", step=2)
+    body = mocked.locator(".turn.assistant .text").last
+    assert body.locator("math, li, h3, h4").count() == 0
+    assert "\\[" in body.inner_text()
+
+
+HOSTILE_MATHS = r"""\(\href{javascript:window.hacked=1}{x}\) \(\class{a" onclick="window.hacked=1}{y}\)
+\(\text{<img src=x onerror=window.hacked=1>}\) $\style{background:url(https://evil.example)}{z}$ \(\includegraphics{https://evil.example/a.png}\)
+$$\def\a{\a\a}\a$$
+"""
+
+
+def test_hostile_formulas_run_and_load_nothing(mocked):
+    ask(mocked, "Attack.", text=HOSTILE_MATHS + "$x$ " * 2000 + "\\(" * 2000, step=5000)
+    body = mocked.locator(".turn.assistant .text").last
+    assert mocked.evaluate("window.hacked") is None
+    assert body.locator("img, script, iframe, style, a, annotation-xml, mglyph").count() == 0
+    names = mocked.evaluate("[...document.querySelectorAll('#log *')].flatMap(e => e.getAttributeNames())")
+    assert not [name for name in names if name.startswith("on") or name in ("href", "src")]
+    assert body.locator("math").count() > 1000
+
+
 def test_a_hostile_text_runs_and_loads_nothing(mocked):
     for step in (7, 5000):
         ask(mocked, "Attack.", text=HOSTILE, step=step)

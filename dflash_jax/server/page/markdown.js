@@ -15,9 +15,53 @@ const MOST_RENDERED = 250_000, MOST_BLOCKS = 5_000;
 // Blocks at the end of a growing text that further text may still change.
 const LIVE_BLOCKS = 2;
 
+// Mathematics: \(…\), \[…\], $…$ and $$…$$, without a blank line, of at most 2,000 characters. A dollar before a blank
+// opens nothing, and one after a blank or before a digit closes nothing: they are prices.
+const INLINE_MATH = new RegExp([
+  /\\\(([^]{1,2000}?)\\\)/, /\\\[([^]{1,2000}?)\\\]/, /\$\$([^$]{1,2000}?)\$\$/,
+  /\$(?![\s$])((?:\\[^]|[^\\$\n]){1,300}?)(?<!\s)\$(?![\d$])/,
+].map((form) => `^${form.source}`).join("|"));
+const MATH_LINES = "((?:(?!\\n[ \\t]*\\n)[^]){1,2000}?)";
+const DISPLAYED_MATH = new RegExp(`^ {0,3}(?:\\$\\$${MATH_LINES}\\$\\$|\\\\\\[${MATH_LINES}\\\\\\])[ \\t]*(?:\\n+|$)`);
+const OPEN_MATH = /^ {0,3}(?:\$\$|\\\[)(?:(?!\n[ \t]*\n)[^]){0,2000}$/;
+
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const none = () => undefined;
+
+/** MathML of a formula; what is none is shown as it is written. */
+function mathml({ raw, tex, isDisplayed }) {
+  try {
+    return globalThis.temml.renderToString(tex, { displayMode: isDisplayed, throwOnError: true, maxExpand: 200, maxSize: [20, 200] });
+  } catch {
+    return `<code>${escaped(raw.trim())}</code>`;
+  }
+}
+
+const formula = (found, isDisplayed) => found && {
+  type: "math", raw: found[0], tex: found.slice(1).find((part) => part !== undefined).trim(), isDisplayed,
+};
 const marked = new Marked({
+  extensions: [
+    {
+      name: "displayed",
+      level: "block",
+      start: (text) => { const found = /\n {0,3}(?:\$\$|\\\[)/.exec(text); return found ? found.index + 1 : undefined; },
+      // A formula that still arrives is shown as it is written.
+      tokenizer: (text) => formula(DISPLAYED_MATH.exec(text), true)
+        ?? (OPEN_MATH.test(text) ? { type: "plain", raw: text } : undefined),
+    },
+    {
+      name: "math",
+      level: "inline",
+      start: (text) => { const found = /\\[([]|\$/.exec(text); return found ? found.index : undefined; },
+      tokenizer(text) {
+        const found = INLINE_MATH.exec(text);
+        if (found) return formula(found, /^(?:\\\[|\$\$)/.test(text));
+        return /^\\[([]/.test(text) ? { type: "text", raw: text.slice(0, 2), text: text.slice(0, 2) } : undefined;
+      },
+      renderer: mathml,
+    },
+  ],
   tokenizer: { html: none, tag: none },
   renderer: {
     heading({ tokens, depth }) {
@@ -32,8 +76,14 @@ const marked = new Marked({
 
 const BLOCK_TAGS = ["p", "br", "hr", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "blockquote", "ul", "ol",
   "li", "a", "table", "thead", "tbody", "tr", "th", "td"];
+const MATH_TAGS = ["math", "mrow", "mi", "mn", "mo", "mtext", "ms", "mspace", "mfrac", "msqrt", "mroot", "mstyle", "mpadded",
+  "mphantom", "msub", "msup", "msubsup", "munder", "mover", "munderover", "mmultiscripts", "mprescripts", "mtable", "mtr", "mtd"];
+const MATH_ATTRIBUTES = ["display", "displaystyle", "scriptlevel", "mathvariant", "stretchy", "fence", "separator", "form",
+  "lspace", "rspace", "minsize", "maxsize", "symmetric", "largeop", "movablelimits", "accent", "accentunder", "linethickness",
+  "width", "height", "depth", "voffset", "columnalign", "rowspacing", "columnspacing", "columnlines", "rowlines"];
 const COMMON = { RETURN_DOM_FRAGMENT: true, ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false };
-const PROSE = { ...COMMON, ALLOWED_TAGS: BLOCK_TAGS, ALLOWED_ATTR: ["href", "start", "align", "class"],
+const PROSE = { ...COMMON, ALLOWED_TAGS: [...BLOCK_TAGS, ...MATH_TAGS],
+  ALLOWED_ATTR: ["href", "start", "align", "class", ...MATH_ATTRIBUTES],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i };
 const COLOURS = { ...COMMON, ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"] };
 

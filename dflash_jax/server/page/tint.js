@@ -59,7 +59,7 @@ export class Tint {
     }
     this.clear(block);
     const { raw, offset } = block, walker = document.createTreeWalker(block.body, NodeFilter.SHOW_TEXT, {
-      acceptNode: (node) => (node.parentElement.closest("figcaption") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT),
+      acceptNode: (node) => (node.parentElement.closest("figcaption, math") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT),
     });
     let at = block.text || raw.startsWith("```") ? raw.indexOf("\n") + 1 : 0, run = this.firstRun(offset);
     for (let node; (node = walker.nextNode()); ) {
