@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -200,3 +201,29 @@ def test_the_wheel_has_every_config():
     wanted = {CONFIGS / p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.*") if p.is_file()}
     assert {CONFIGS / "qwen3.6-35b-a3b.toml", CONFIGS / "hf" / "Qwen3-Coder-Next.json"} <= wanted
     assert {package / "py.typed", *wanted} <= shipped
+
+
+def test_the_source_distribution_has_the_package_whole_and_no_tests(tmp_path):
+    """A part of the tests, which setuptools would take, cannot run without the rest of the repository."""
+    for name in (
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "constraints.txt",
+        "configs",
+        "dflash_jax",
+        "tests",
+    ):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = run("-c", "from setuptools import build_meta; build_meta.build_sdist('out')", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "out").iterdir()
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert "constraints.txt" in names
+    assert not [name for name in names if name.startswith("tests")]
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["dflash_jax"]
+    data = {path for pattern in package for path in (ROOT / "dflash_jax").glob(pattern)}
+    wanted = {path for path in (*data, *(ROOT / "dflash_jax").rglob("*.py")) if path.is_file()}
+    assert {path.relative_to(ROOT).as_posix() for path in wanted} <= names
