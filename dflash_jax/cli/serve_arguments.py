@@ -12,10 +12,10 @@ from dflash_jax.cli.aliases import AddDraft, add_others
 from dflash_jax.cli.arguments import block_size
 from dflash_jax.cli.options import Parser, add_hub, add_media, add_mesh, add_platform, program, take_model, with_config
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.reasoning import CLOSE, OPEN
 from dflash_jax.sampling_params import MAX_LOGPROBS
 from dflash_jax.server import cors
 from dflash_jax.server.additions import Additions
-from dflash_jax.server.reasoning import CLOSE, OPEN
 
 log = logging.getLogger("dflash_jax.server")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import isnan
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
@@ -20,6 +20,7 @@ from dflash_jax.frontend.chat_template import template_options
 from dflash_jax.frontend.media import by_kind
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.prompts import Prompt, Prompts, split_conversations
+from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, is_open, split_reasoning
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.media.parts import split_media
@@ -28,6 +29,27 @@ from dflash_jax.sampling_params import SamplingParams
 T = TypeVar("T")
 # Whether there is a bar, or what makes one: tqdm or a function with its keywords.
 Progress: TypeAlias = bool | Callable[..., Any]
+
+
+class ChatPiece(NamedTuple):
+    """The next text of an answer: of its reasoning, of what follows, or of both.
+
+    Attributes:
+        reasoning: Text of the thought.
+        text: Text of the answer.
+    """
+
+    reasoning: str
+    text: str
+
+
+def _split(completion: Completion, is_started: bool) -> Completion:
+    """The answer to a conversation with its reasoning apart; ``is_started``: whether the prompt has opened it."""
+    outputs = []
+    for output in completion.outputs:
+        reasoning, text = split_reasoning(output.text, is_started)
+        outputs.append(replace(output, reasoning=reasoning, text=text))
+    return replace(completion, outputs=outputs, reasoning=outputs[0].reasoning, text=outputs[0].text)
 
 
 def _either(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
@@ -137,17 +159,51 @@ class Generation(Prompts):
         progress = _either("progress", progress, "use_tqdm", use_tqdm)
         options = template_options(chat_template, chat_template_kwargs, continue_final_message)
         options |= {"tools": tools, "ask": add_generation_prompt and not continue_final_message}
+        prompts = self._chat_prompts(messages, thinking, options)
+        starts = [is_open(prompt["prompt"]) for prompt in prompts]
+        if continue_final_message:
+            lasts = [talk[-1].get("content") for talk in split_conversations(messages)]
+            starts = [isinstance(content, str) and is_cut_in_thought(content) for content in lasts]
+        completions = self.generate(prompts, params, block_size, progress)
+        return [_split(each, is_started) for each, is_started in zip(completions, starts, strict=True)]
+
+    @checked("messages")
+    def stream_chat(
+        self,
+        messages: Sequence,
+        params: SamplingParams | None = None,
+        thinking: bool | None = None,
+        *,
+        chat_template_kwargs: dict | None = None,
+        tools: list[dict] | None = None,
+    ) -> Iterator[ChatPiece]:
+        """Yields the answer to one conversation as it is generated, its reasoning apart; arguments as for `chat`."""
+        options = template_options(None, chat_template_kwargs, False) | {"tools": tools}
+        prompts = self._chat_prompts(messages, thinking, options)
+        if len(prompts) != 1:
+            raise InputError(f"{len(prompts)} conversations: a stream is of one: use chat()")
+        splitter = ReasoningSplitter(is_open(prompts[0]["prompt"]))
+
+        def pieces() -> Iterator[ChatPiece]:
+            for piece in self.pieces(prompts[0], params):
+                split = splitter.push(piece.text) if isinstance(piece, Piece) else splitter.finish()
+                if any(split):
+                    yield ChatPiece(*split)
+
+        return pieces()
+
+    def _chat_prompts(self, messages: Sequence, thinking: bool | None, options: dict) -> list[dict]:
+        """Conversations as `generate` takes them."""
         talks = [split_media(talk) for talk in split_conversations(messages)]
         if any(parts for _, parts in talks):
             self.media_reader()
         texts = [self.render_chat(talk, thinking, **options) for talk, _ in talks]
         for i, text in enumerate(texts):
             self.check_length(text, f"the text of messages[{i}]" if len(texts) > 1 else "the text of messages")
-        prompts = [
+        return [
             {"prompt": text, "prompt_token_ids": self.encode_plain(text), "multi_modal_data": by_kind(parts)}
             for text, (_, parts) in zip(texts, talks, strict=True)
         ]
-        return self.generate(prompts, params, block_size, progress)
 
     @checked("prompt")
     def stream(

@@ -79,6 +79,7 @@ class CompletionOutput:
         cumulative_logprob: Sum of the log-probabilities of the tokens; None where they were not asked for.
         acceptance_lengths: As in `Completion`.
         timings: As in `Completion`.
+        reasoning: As in `Completion`.
     """
 
     index: int
@@ -90,6 +91,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     acceptance_lengths: list[int]
     timings: Timings
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Completion:
     Attributes:
         prompt_ids: The prompt's token ids.
         token_ids: The new tokens, with the stop token where one ended the text.
-        text: Their text; None without a tokenizer.
+        text: Their text; None without a tokenizer. Of `LLM.chat` without the reasoning.
         finish_reason: "stop" or "length".
         acceptance_lengths: Tokens that each round yielded.
         logprobs: Where asked for, ``{"token_id", "logprob", "top": {token id: logprob}}`` for each token, and
@@ -111,6 +113,7 @@ class Completion:
         request_id: Numbers the prompts of an `LLM`, from "0".
         outputs: All continuations of the prompt, in the form of vLLM.
         finished: True: a completion has ended.
+        reasoning: Of `LLM.chat`: the text of the thought, without its tags; None where there is none.
     """
 
     prompt_ids: list[int]
@@ -126,6 +129,7 @@ class Completion:
     request_id: str = ""
     outputs: list[CompletionOutput] = field(default_factory=list, repr=False)
     finished: bool = True
+    reasoning: str | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_jax.frontend.reasoning import CLOSE, OPEN
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.grammar_walk import GrammarTokens
-from dflash_jax.server.reasoning import CLOSE, OPEN
 
 # Longest schema, regular expression or grammar, in characters.
 MOST_CHARACTERS = 65536

@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.messages import call_arguments
+from dflash_jax.frontend.reasoning import CLOSE, OPEN, ReasoningSplitter, is_cut_in_thought, is_open
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.media.parts import MediaPart
@@ -14,7 +15,6 @@ from dflash_jax.server import chat_schema, resume
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
-from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
 
@@ -320,7 +320,7 @@ async def converse(
     template = body.chat_template or tokenizer.chat_template or ""
     if body.continue_final_message:
         content = conversation[-1]["content"]
-        thought = "open" if content.rfind(OPEN) > content.rfind(CLOSE) else "none"
+        thought = "open" if is_cut_in_thought(content) else "none"
     else:
         closed = text.rstrip().endswith(CLOSE)
         thought = "open" if is_open(text) else "possible" if OPEN in template and not closed else "none"

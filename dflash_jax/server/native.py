@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from dflash_jax.frontend.reasoning import CLOSE, count_tokens
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.server import native_schema, prepare, request_id
@@ -18,7 +19,6 @@ from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import event, json_response, logprob_count
 from dflash_jax.server.media import url_part
-from dflash_jax.server.reasoning import CLOSE, count_tokens
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later

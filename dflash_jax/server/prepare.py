@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.reasoning import CLOSE, OPEN, open_thought
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import schema
@@ -16,7 +17,6 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Grammar
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.notes import note
-from dflash_jax.server.reasoning import CLOSE, OPEN, open_thought
 from dflash_jax.server.request_scope import track
 from dflash_jax.server.resume import fresh_seed
 from dflash_jax.server.serving import Serving

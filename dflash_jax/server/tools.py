@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from dflash_jax.frontend.reasoning import partial_marker
 from dflash_jax.server.json_text import loaded, reworded, word
-from dflash_jax.server.reasoning import partial_marker
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.S)

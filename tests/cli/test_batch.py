@@ -183,7 +183,7 @@ def test_a_batch_is_answered_as_the_library_does(tmp_path, capfd):
     body = found["chat", None]["response"]["body"]
     expected = llm.chat(MESSAGES, SamplingParams(max_tokens=12), block_size=1)[0]
     message = body["choices"][0]["message"]
-    assert (message["reasoning_content"] or "") + message["content"] == expected.text.replace("</think>", "")
+    assert (message["reasoning_content"] or "") + message["content"] == (expected.reasoning or "") + expected.text
     text = llm.generate(["def f("], SamplingParams(max_tokens=9), block_size=1)[0].text
     assert found["text", None]["response"]["body"]["choices"][0]["text"] == text
     assert found["response", None]["response"]["body"]["object"] == "response"

@@ -173,4 +173,4 @@ def posted(server: Running, path: str, body):
 
 def alone(llm, messages=MESSAGES, thinking=None, **params):
     """What the library says."""
-    return llm.chat(messages, SamplingParams(**params), thinking, block_size=1)[0]
+    return llm.generate([llm.encode_chat(messages, thinking)], SamplingParams(**params), block_size=1)[0]

@@ -152,7 +152,8 @@ def test_page_shows_the_turns_of_a_conversation(page, llm):
     set_up(page, block_size=16, max_tokens=160, temperature=0)
     assert page.locator("#models option").all_inner_texts() == ["Qwen/Qwen3.6-35B-A3B", "tiny"]
     ask(page, PROMPT)
-    expected = llm.chat([{"role": "user", "content": PROMPT}], SamplingParams(max_tokens=160, temperature=0))[0].text
+    ids = llm.encode_chat([{"role": "user", "content": PROMPT}])
+    expected = llm.generate([ids], SamplingParams(max_tokens=160, temperature=0))[0].text
     thought, _, answer = expected.partition("</think>")
     turn = json.loads(page.evaluate("Object.entries(localStorage).find(([k]) => k.includes('conversation'))[1]"))[
         "turns"

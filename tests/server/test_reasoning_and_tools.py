@@ -7,14 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax import InputError, SamplingParams
+from dflash_jax.frontend.reasoning import ReasoningSplitter, is_open
 from dflash_jax.server.errors import JsonResponse
 from dflash_jax.server.json_text import dumped
 from dflash_jax.server.large_answers import json_pieces
 from dflash_jax.server.messages_output import _object
-from dflash_jax.server.reasoning import ReasoningSplitter, is_open
 from dflash_jax.server.stored_responses import _dumped
 from dflash_jax.server.stream import frame
 from dflash_jax.server.tools import LONGEST_HEAD, ToolParser, joined
+from tests.server.conftest import MESSAGES, OFF
 
 THOUGHTS = {
     "Let me see.\nYes.\n</think>\n\nIt is 4.": (True, "Let me see.\nYes.", "It is 4."),
@@ -277,3 +279,28 @@ def test_what_leaves_the_server_is_json():
     assert strict(b"".join(json_pieces(value))) == expected
     assert frame(value).startswith(b"data: ")
     assert strict(frame(value)[6:]) == strict(_dumped(value)) == expected
+@pytest.mark.parametrize(("thinking", "has_thought"), [(None, True), (False, False)])
+def test_the_library_splits_answers_as_the_server_does(quiet, llm, thinking, has_thought):
+    """Whole, as one of several, and as a stream."""
+    options = {} if thinking is None else {"chat_template_kwargs": OFF}
+    found = quiet.post("/v1/chat/completions", messages=MESSAGES, max_tokens=60, temperature=0, **options)
+    message = found.json()["choices"][0]["message"]
+    params = SamplingParams(max_tokens=60, temperature=0)
+    (answer,) = llm.chat(MESSAGES, params, thinking)
+    assert (answer.reasoning, answer.text) == (message["reasoning_content"], message["content"])
+    assert (answer.reasoning is not None, "</think>" in answer.text) == (has_thought, False)
+    assert (answer.outputs[0].reasoning, answer.outputs[0].text) == (answer.reasoning, answer.text)
+    pieces = list(llm.stream_chat(MESSAGES, params, thinking))
+    assert len(pieces) > 2
+    assert ("".join(p.reasoning for p in pieces) or None, "".join(p.text for p in pieces)) == (
+        answer.reasoning,
+        answer.text,
+    )
+    cut = [*MESSAGES, {"role": "assistant", "content": "<think>\nSo"}]
+    (rest,) = llm.chat(cut, params, continue_final_message=True)
+    assert rest.reasoning is not None
+
+
+def test_a_stream_is_of_one_conversation(llm):
+    with pytest.raises(InputError, match="2 conversations: a stream is of one"):
+        llm.stream_chat([MESSAGES, MESSAGES])

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from dflash_jax.frontend.reasoning import open_thought
 from dflash_jax.server import chat
-from dflash_jax.server.reasoning import open_thought
 from tests.server.both_ways import BOTH, same_with_drafts
 
 

@@ -35,6 +35,11 @@ def is_open(prompt: str) -> bool:
     return prompt.rstrip().endswith(OPEN)
 
 
+def is_cut_in_thought(content: str) -> bool:
+    """Whether a message that is to be continued ends inside a thought."""
+    return content.rfind(OPEN) > content.rfind(CLOSE)
+
+
 class ReasoningSplitter:
     """Splits text into (reasoning, content), without the tags and the blank lines around them."""
 
@@ -95,3 +100,10 @@ class ReasoningSplitter:
             text = text.lstrip()
             self._is_at_start = not text
         return text
+
+
+def split_reasoning(text: str, started: bool) -> tuple[str | None, str]:
+    """(reasoning, content) of a whole text, as `ReasoningSplitter` splits it; None for no reasoning."""
+    splitter = ReasoningSplitter(started)
+    (thought, content), (last_thought, last) = splitter.push(text), splitter.finish()
+    return thought + last_thought or None, content + last
