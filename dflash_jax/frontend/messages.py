@@ -1,8 +1,9 @@
 """Messages as OpenAI's API writes them, in the form that chat templates read."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from dflash_jax.json_text import loaded
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict]:
@@ -35,6 +36,6 @@ def call_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments or "{}")
+        return loaded(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments

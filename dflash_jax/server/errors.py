@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.errors import EngineError, InputError, UnavailableError
-from dflash_jax.server.json_text import dumped
+from dflash_jax.json_text import dumped
 
 log = logging.getLogger("dflash_jax.server")
 

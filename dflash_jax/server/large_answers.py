@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.json_text import dumped
 from dflash_jax.server.errors import JsonResponse
-from dflash_jax.server.json_text import dumped
 from dflash_jax.server.stream import frame
 
 # Most log-probabilities that are written on the event loop.

@@ -1,9 +1,9 @@
 """Answers of ``/v1/messages``: content blocks, and the events that report them."""
 
 from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.json_text import loaded
 from dflash_jax.server.chat import as_delta
 from dflash_jax.server.conversation import Delta, Parser
-from dflash_jax.server.json_text import loaded
 
 # Thoughts that clients send back are not verified, so they are not signed.
 SIGNATURE = "unsigned"

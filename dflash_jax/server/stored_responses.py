@@ -9,13 +9,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic_core import PydanticSerializationError, from_json, to_json
 from starlette.responses import Response as HttpResponse
 
+from dflash_jax.json_text import dumped
 from dflash_jax.media.parts import TYPES
 from dflash_jax.server import responses_schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
 from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.json_text import dumped
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.resume import fresh_id
 from dflash_jax.server.serving import Serving

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from fastapi import Request
 from starlette.responses import Response
 
+from dflash_jax.json_text import dumped
 from dflash_jax.server import resume
 from dflash_jax.server.body import release
 from dflash_jax.server.errors import as_api_error
-from dflash_jax.server.json_text import dumped
 from dflash_jax.server.request_scope import until_gone, while_connected
 
 DONE = b"data: [DONE]\n\n"

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from dflash_jax.frontend.reasoning import partial_marker
-from dflash_jax.server.json_text import loaded, reworded, word
+from dflash_jax.json_text import loaded, reworded, word
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.S)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dflash_jax import InputError, SamplingParams
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_open
+from dflash_jax.json_text import dumped
 from dflash_jax.server.errors import JsonResponse
-from dflash_jax.server.json_text import dumped
 from dflash_jax.server.large_answers import json_pieces
 from dflash_jax.server.messages_output import _object
 from dflash_jax.server.stored_responses import _dumped
@@ -279,6 +279,8 @@ def test_what_leaves_the_server_is_json():
     assert strict(b"".join(json_pieces(value))) == expected
     assert frame(value).startswith(b"data: ")
     assert strict(frame(value)[6:]) == strict(_dumped(value)) == expected
+
+
 @pytest.mark.parametrize(("thinking", "has_thought"), [(None, True), (False, False)])
 def test_the_library_splits_answers_as_the_server_does(quiet, llm, thinking, has_thought):
     """Whole, as one of several, and as a stream."""
