@@ -5,6 +5,7 @@ Whatever changes a text is tried with drafts (block size 8) and without (1), gre
 
 from functools import partial
 from itertools import pairwise
+from math import isfinite
 
 import pytest
 
@@ -270,3 +271,14 @@ def test_allowed_tokens_are_read_once_each(quiet, monkeypatch):
     found = quiet.post("/v1/completions", prompt="x", max_tokens=4, n=2, allowed_token_ids=[9, 7, 9] * 20_000)
     assert found.status_code == 200, found.text
     assert seen == [(9, 7)] * 2
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 2e-38, 1e-37, 1e-20])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "top_p": 1e-38}, {"repetition_penalty": 1e-30}])
+def test_the_smallest_temperatures_are_greedy(quiet, temperature, options):
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 3} | options
+    best = complete(quiet, **body, temperature=0)
+    assert same_with_drafts(quiet, **body, temperature=temperature)["text"] == best["text"]
+    found = complete(quiet, **body, temperature=temperature, logprobs=2)
+    assert found["text"] == best["text"]
+    assert all(isfinite(value) and value <= 0 for value in found["logprobs"]["token_logprobs"])

@@ -48,6 +48,8 @@ def test_a_grammar_does_not_care_about_drafts(client):
         ({"grammar": 'root ::= "yes" | "no"'}, lambda t: t in ("yes", "no")),
         ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'}, lambda t: t[0] == "a" and len(t) == 3),
         ({"guided_choice": ["red", "green"]}, lambda t: t in ("red", "green")),
+        ({"guided_choice": ["\ufffd" * 5 + "漢字"]}, lambda t: t == "\ufffd" * 5 + "漢字"),
+        ({"guided_choice": ["e\u0301"]}, lambda t: t == "e\u0301"),
         ({"structured_outputs": {"choice": ["up", "down"]}}, lambda t: t in ("up", "down")),
         ({"guided_json": {"enum": [1, 2]}}, lambda t: t in "12"),
         ({"response_format": {"type": "json_object"}, "max_tokens": 200}, lambda t: t.startswith("{")),
