@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face directory: one safetensors file, or several with an index."""
+"""Tensors of a Hugging Face directory: one safetensors file, or several with an index; and an MTP head's own file."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import mmap
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.progress import bar
 
 INDEX = "model.safetensors.index.json"
+# Files of an MTP head that some checkpoints have beside those of the index, such as mtp.safetensors.
+HEADS = "*mtp*.safetensors"
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -112,7 +114,10 @@ class Tensors(Mapping[str, tuple[int, ...]]):
 
 
 class TensorFiles(Tensors):
-    """The tensors of a Hugging Face directory. Files are mapped, not loaded."""
+    """The tensors of a Hugging Face directory. Files are mapped, not loaded.
+
+    The files are those of the index, else model.safetensors, else all; and of `HEADS`, the tensors that those lack.
+    """
 
     def __init__(self, directory: Path):
         """Maps the files of ``directory``.
@@ -120,29 +125,39 @@ class TensorFiles(Tensors):
         Raises:
             InputError: A file is missing or corrupt, or two files have the same tensor.
         """
+        self._places: dict[str, _Place] = {}
+        paths = self._paths(directory)
+        for path in paths:
+            self._map(path)
+        listed = frozenset(self._places)
+        for path in sorted(directory.glob(HEADS)):
+            if path not in paths:
+                self._map(path, listed)
+
+    def _map(self, path: Path, others: Collection[str] = ()) -> None:
+        """Maps a file, of which the tensors ``others`` are left out."""
         # A local import: planning reads only shapes from configs, without this package.
         from safetensors import SafetensorError, safe_open
 
-        self._places: dict[str, _Place] = {}
-        for path in self._paths(directory):
-            try:
-                # The library validates the file. Tensors are read without it, since it has no float8 for NumPy.
-                with safe_open(path, framework="np"):
-                    pass
-                data = np.memmap(path, np.uint8, "r")
-            except OSError as e:
-                raise InputError(f"{path} cannot be read: {e.strerror or e}") from None
-            except (SafetensorError, ValueError) as e:
-                raise InputError(f"{path} is not a whole safetensors file (truncated or corrupt?): {e}") from None
-            start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-            header = json.loads(data[8:start].tobytes())
-            for name, entry in sorted(header.items()):
-                if name in self._places:
-                    raise InputError(f"{path} and {self._places[name].data.filename} both have tensor {name!r}")
-                if name != "__metadata__":
-                    first, last = entry["data_offsets"]
-                    shape = tuple(entry["shape"])
-                    self._places[name] = _Place(data, start + first, start + last, entry["dtype"], shape)
+        try:
+            # The library validates the file. Tensors are read without it, since it has no float8 for NumPy.
+            with safe_open(path, framework="np"):
+                pass
+            data = np.memmap(path, np.uint8, "r")
+        except OSError as e:
+            raise InputError(f"{path} cannot be read: {e.strerror or e}") from None
+        except (SafetensorError, ValueError) as e:
+            raise InputError(f"{path} is not a whole safetensors file (truncated or corrupt?): {e}") from None
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8:start].tobytes())
+        for name, entry in sorted(header.items()):
+            if name in others or name == "__metadata__":
+                continue
+            if name in self._places:
+                raise InputError(f"{path} and {self._places[name].data.filename} both have tensor {name!r}")
+            first, last = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            self._places[name] = _Place(data, start + first, start + last, entry["dtype"], shape)
 
     @staticmethod
     def _paths(directory: Path) -> list[Path]:

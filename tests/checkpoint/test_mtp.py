@@ -156,3 +156,25 @@ def test_a_head_of_another_target_is_refused(with_head, target):
     ):
         with pytest.raises(InputError, match=named):
             load_drafter(with_head, target=replace(target.config, **changes))
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_head_in_a_file_of_its_own_is_read(has_index, with_head, tmp_path):
+    """Beside the files of the index, or beside model.safetensors; a tensor that those have is theirs."""
+    tensors = load_file(with_head / "model.safetensors")
+    shutil.copy(with_head / "config.json", tmp_path)
+    text = {name: array for name, array in tensors.items() if not name.startswith("mtp.")}
+    mtp = {name: array for name, array in tensors.items() if name.startswith("mtp.")}
+    save_file(text, tmp_path / ("part.safetensors" if has_index else "model.safetensors"))
+    if has_index:
+        index = {"weight_map": dict.fromkeys(text, "part.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="has no MTP head"):
+        load_drafter(tmp_path)
+    doubled = {"model.norm.weight": 2 * text["model.norm.weight"]}
+    save_file(mtp | doubled, tmp_path / "model_mtp.safetensors")
+    for a, b in zip(*(jax.tree.leaves(load_drafter(d)) for d in (tmp_path, with_head)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    save_file(mtp, tmp_path / "mtp.safetensors")
+    with pytest.raises(InputError, match=r"mtp.safetensors and .*mtp.safetensors both have tensor 'mtp\."):
+        load_drafter(tmp_path)
