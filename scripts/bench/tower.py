@@ -29,6 +29,7 @@ def contenders(raw: dict, threads: int) -> dict[str, Callable]:
 
     from dflash_jax.engine.vision_encoder import VisionEncoder
     from dflash_jax.frontend.loading import packed
+    from dflash_jax.models.families.reading import Raw
     from dflash_jax.models.families.vision import read_vision, vision_entries
     from dflash_jax.models.vision import abstract_tower
     from dflash_jax.ops.backend import Backend
@@ -37,7 +38,7 @@ def contenders(raw: dict, threads: int) -> dict[str, Callable]:
     torch.manual_seed(0)
     given = {key: value for key, value in raw["vision_config"].items() if key != "model_type"}
     model = Qwen3_5MoeVisionModel._from_config(Qwen3_5MoeVisionConfig(**given)).eval().float()
-    config = read_vision(raw)
+    config = read_vision(Raw(raw))
     assert config is not None, "no vision_config"
     tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     by_path = {e.path: e.read([tensors[t.name] for t in e.tensors]) for e in vision_entries(config, prefix="")}

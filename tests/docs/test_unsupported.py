@@ -76,6 +76,12 @@ def test_unknown_architecture_gives_the_message_of_the_page(tmp_path):
     check_message(tmp_path, lambda: LLM(directory))
 
 
+@pytest.mark.parametrize("values", [{"output_gate_type": "sigmoid"}, {"router_bias": True}])
+def test_a_key_that_may_change_the_numbers(tmp_path, values):
+    directory = changed(tmp_path, "target", **values)
+    check_message(tmp_path, lambda: LLM(directory))
+
+
 @pytest.mark.parametrize("architecture", OTHER_DRAFTERS)
 def test_a_drafter_of_another_method(tmp_path, architecture):
     directory = changed(tmp_path, "draft", architectures=[architecture])
@@ -118,5 +124,5 @@ def test_every_request_of_the_page_gets_its_status_and_message(server):
 
 
 def test_every_case_of_the_page_is_run():
-    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 7
+    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 9
     assert all(re.fullmatch(r"`.+`", cells[1]) for cells in rows("Checkpoints"))

@@ -8,6 +8,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -18,6 +20,7 @@ from transformers import (
 
 from dflash_jax.checkpoint.load import load_target
 from dflash_jax.errors import InputError
+from dflash_jax.models.families import read_target
 from tests.float64 import assert_near
 from tests.parity.oracle import PIECES, SLOTS, assert_same_parameters, oracle, randomise, run
 
@@ -74,6 +77,12 @@ FAMILIES = {
         ),
         1.0,
     ),
+}
+# Those above, and classes with their defaults.
+CONFIGS = {name: config for name, (_, config, _) in FAMILIES.items()}
+CONFIGS |= {
+    "qwen3_5": Qwen3_5Config(vision_config={"out_hidden_size": 4096}),
+    "qwen3_5_moe": Qwen3_5MoeConfig(vision_config={"out_hidden_size": 2048}),
 }
 
 
@@ -148,3 +157,12 @@ def test_config_asks_for_what_is_not_known(name, changes, named, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
     with pytest.raises(InputError, match=named):
         load_target(tmp_path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_key_that_transformers_writes_is_known(name):
+    """All keys with their defaults, and those alone that differ from them, as save_pretrained writes."""
+    config = CONFIGS[name]
+    given = read_target(config.to_diff_dict())
+    assert read_target(config.to_dict()) == given
+    assert given.hidden_size == config.get_text_config().hidden_size

@@ -7,7 +7,15 @@ from typing import TypeGuard
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import AttentionSpec, DraftConfig, DraftLayerSpec
 from dflash_jax.models.families.names import Entry, Tensor, same
-from dflash_jax.models.families.reading import LIMITS, Raw, check_activation, read_rope, shown
+from dflash_jax.models.families.reading import (
+    LIMITS,
+    Raw,
+    check_activation,
+    read_positions,
+    read_rope,
+    refuse_window,
+    shown,
+)
 from dflash_jax.models.families.tables import attention_entries, mlp_entries
 
 # Classes with DFlash's tensors and mathematics: z-lab's, NeMo Automodel's and vLLM's.
@@ -127,7 +135,13 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     if merged.flag("use_swa") and not any(sliding):
         sliding = [True] * depth
     window = None
-    if any(sliding):
+    merged.allow("swa_window_size")
+    if not any(sliding):
+        refuse_window(merged)
+    else:
+        # Where swa_window_size wins, sliding_window is not read.
+        merged.allow("sliding_window")
+        merged.allow("use_sliding_window")
         window = merged.integer("swa_window_size", None) or merged.integer("sliding_window", None)
         if window is None:
             raise InputError(
@@ -183,12 +197,13 @@ def read_config(raw: dict) -> DraftConfig:
     check_activation(merged)
     depth, hidden = merged.need("num_hidden_layers"), merged.need("hidden_size")
     heads, kv_heads, head_dim = merged.heads
-    attention = AttentionSpec(heads, kv_heads, head_dim, read_rope(merged, head_dim))
+    rope = read_rope(merged, head_dim)
+    attention = AttentionSpec(heads, kv_heads, head_dim, rope)
     target_size = merged.integer("target_hidden_size", hidden)
     if target_size != hidden:
         raise InputError(f"target_hidden_size is {target_size}: it must be the drafter's hidden_size, {hidden}")
     block_size = merged.need("block_size")
-    return DraftConfig(
+    config = DraftConfig(
         hidden_size=hidden,
         vocab_size=merged.need("vocab_size"),
         layers=tuple(
@@ -200,9 +215,17 @@ def read_config(raw: dict) -> DraftConfig:
         target_layer_ids=read_taps(merged, depth),
         num_target_layers=merged.need("num_target_layers"),
         norm_eps=merged.norm_eps,
-        max_positions=merged.need("max_position_embeddings"),
+        max_positions=read_positions(merged, rope),
         acceptance_rates=recorded_acceptance(raw, block_size),
     )
+    # Checked above: the keys of other methods are off.
+    for key in ("dflash_config", "head_type", *(key for keys in OTHERS.values() for key in keys)):
+        merged.allow(key)
+    merged.allow("use_qk_norm", True)
+    merged.allow("draft_vocab_size", config.vocab_size)
+    merged.allow("tie_word_embeddings")
+    merged.refuse_unread()
+    return config
 
 
 def is_skipped(name: str) -> bool:

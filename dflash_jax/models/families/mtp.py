@@ -31,7 +31,8 @@ def read_config(raw: dict, target: ModelConfig) -> MtpConfig:
     if not any(isinstance(spec.mixer, AttentionSpec) for spec in target.layers):
         raise InputError("the target has no attention layer, as which its MTP head is made")
     text = Raw(raw.get("text_config", raw), raw.get("model_type"))
-    text.refuse("mtp_use_dedicated_embeddings")
+    if text.flag("mtp_use_dedicated_embeddings"):
+        raise InputError("mtp_use_dedicated_embeddings is True: only MTP heads that embed as the target are known here")
     for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
         if (depth := text.integer(key, 0, minimum=0)) > 1:
             raise InputError(f"{key} is {depth}: only MTP heads of one layer are known here")

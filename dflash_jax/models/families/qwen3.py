@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from dflash_jax.models.config import LayerSpec, ModelConfig
 from dflash_jax.models.families.names import Entry
-from dflash_jax.models.families.reading import Raw, read_attention, read_ffns, read_kinds
+from dflash_jax.models.families.reading import Raw, read_attention, read_ffns, read_kinds, read_positions
 from dflash_jax.models.families.tables import decoder_entries
 
 
@@ -16,20 +16,21 @@ def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
         qk_norm: Whether queries and keys are normed.
     """
     text = Raw(raw)
-    text.refuse("mlp_bias")
     attention = read_attention(text, qk_norm=qk_norm)
     ffns = read_ffns(text, shared=False, normalise=text.flag("norm_topk_prob"))
     read_kinds(text, ("full_attention",), ["full_attention"] * len(ffns))
-    return ModelConfig(
+    config = ModelConfig(
         model_type=raw["model_type"],
         vocab_size=text.need("vocab_size"),
         hidden_size=text.need("hidden_size"),
         layers=tuple(LayerSpec(attention, ffn) for ffn in ffns),
         norm_eps=text.norm_eps,
         norm_offset=0.0,
-        max_positions=text.need("max_position_embeddings"),
+        max_positions=read_positions(text, attention.rope),
         tied_embeddings=text.flag("tie_word_embeddings"),
     )
+    text.refuse_unread()
+    return config
 
 
 def read_config(raw: dict) -> ModelConfig:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import GatedDeltaSpec, LayerSpec, ModelConfig
 from dflash_jax.models.families.names import Entry, Tensor, stacked
-from dflash_jax.models.families.reading import Raw, read_attention, read_delta, read_ffns, read_kinds
+from dflash_jax.models.families.reading import Raw, read_attention, read_delta, read_ffns, read_kinds, read_positions
 from dflash_jax.models.families.tables import by_key_head, decoder_entries, shared_delta_entries
 from dflash_jax.models.families.vision import PREFIXES as VISION_PREFIXES
 from dflash_jax.models.families.vision import read_media_tokens, read_vision
@@ -16,35 +16,53 @@ PREFIXES = ("model.language_model.", "model.")
 SKIPPED = (*VISION_PREFIXES, "mtp.", "model.mtp.")
 
 
-def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
+def read_hybrid(raw: Raw, is_normalised: bool = False) -> ModelConfig:
     """Reads the config of a hybrid of Gated DeltaNet and gated attention, multimodal or text only.
 
     Args:
-        raw: The ``config.json``.
-        normalise: Whether the weights of the chosen experts sum to one.
+        raw: The ``config.json``, of which all that is not the text model's was read before.
+        is_normalised: Whether the weights of the chosen experts sum to one whatever ``norm_topk_prob`` says.
+
+    Raises:
+        InputError: A value is invalid, or a key is not known.
     """
-    text = Raw(raw.get("text_config", raw), raw.get("model_type"))
+    text = Raw(raw.section("text_config"), raw.model_type) if "text_config" in raw else raw
     depth, interval = text.need("num_hidden_layers"), text.integer("full_attention_interval", 4)
     default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(depth)]
     text.need("head_dim")
-    mixers = {"full_attention": read_attention(text, gated=True, partial=0.25), "linear_attention": read_delta(text)}
+    attention = read_attention(text, gated=True, partial=0.25)
+    mixers = {"full_attention": attention, "linear_attention": read_delta(text)}
     kinds = read_kinds(text, tuple(mixers), default)
-    ffns = read_ffns(text, shared=True, normalise=normalise)
-    return ModelConfig(
+    if is_normalised:
+        text.allow("norm_topk_prob", True)
+    ffns = read_ffns(text, shared=True, normalise=is_normalised or text.flag("norm_topk_prob", True))
+    config = ModelConfig(
         model_type=text.model_type or "",
         vocab_size=text.need("vocab_size"),
         hidden_size=text.need("hidden_size"),
         layers=tuple(LayerSpec(mixers[kind], ffn) for kind, ffn in zip(kinds, ffns, strict=True)),
         norm_eps=text.norm_eps,
         norm_offset=1.0,
-        max_positions=text.need("max_position_embeddings"),
-        tied_embeddings=Raw(raw).flag("tie_word_embeddings", text.flag("tie_word_embeddings")),
+        max_positions=read_positions(text, attention.rope),
+        tied_embeddings=raw.flag("tie_word_embeddings", text.flag("tie_word_embeddings")),
     )
+    # The MTP head's, which `mtp.read_config` reads.
+    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"):
+        text.allow(key)
+    if text is raw:
+        text.refuse_unread()
+    else:
+        text.refuse_unread(lambda key: f"text_config.{key}")
+        raw.refuse_unread(same=text)
+    return config
 
 
 def read_config(raw: dict) -> ModelConfig:
     """Reads a target's ``config.json``."""
-    config, vision = read_hybrid(raw, normalise=True), read_vision(raw)
+    top = Raw(raw)
+    vision = read_vision(top)
+    tokens = None if vision is None else read_media_tokens(top)
+    config = read_hybrid(top, is_normalised=True)
     if vision is None:
         return config
     if vision.out_hidden_size != config.hidden_size:
@@ -52,7 +70,7 @@ def read_config(raw: dict) -> ModelConfig:
             f"out_hidden_size of the vision tower is {vision.out_hidden_size}: it must be the text model's "
             f"hidden_size, {config.hidden_size}"
         )
-    return replace(config, vision=vision, media_tokens=read_media_tokens(raw))
+    return replace(config, vision=vision, media_tokens=tokens)
 
 
 def is_skipped(name: str) -> bool:

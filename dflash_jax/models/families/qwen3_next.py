@@ -15,7 +15,7 @@ __all__ = ["is_skipped", "read_config", "weight_names"]
 
 def read_config(raw: dict) -> ModelConfig:
     """Reads a target's ``config.json``."""
-    return read_hybrid(raw, normalise=Raw(raw).flag("norm_topk_prob", True))
+    return read_hybrid(Raw(raw))
 
 
 def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""Reads ``config.json``: numbers in their ranges, unknown options, rotary embeddings, kinds of layers.
+"""Reads ``config.json``: numbers in their ranges, unknown keys, rotary embeddings, kinds of layers.
 
 The file is untrusted input. Type and range of every value are checked before anything is sized by it.
 """
@@ -44,6 +44,34 @@ LIMIT = 2**20
 # Most experts of all layers together. Checkpoints that do not stack experts list their tensors one by one.
 MAX_EXPERTS = 2**17
 MISSING = object()
+# Keys that change no number of a forward pass: names, dtypes (the caller chooses them), training, sampling and what
+# transformers' classes write of tasks and outputs. Keys that begin with "_" or end in "_token_id" are others.
+_NAMES = """
+    model_type architectures auto_map name_or_path model_name transformers_version torch_dtype dtype mamba_ssm_dtype
+    use_cache quantization_config language_model_only acceptance_length acceptance_rates unsloth_fixed
+    unsloth_version attention_dropout hidden_dropout initializer_range output_router_logits router_aux_loss_coef
+    pretraining_tp max_window_layers torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward return_dict
+    output_hidden_states output_attentions is_decoder finetuning_task id2label label2id num_labels problem_type
+    tokenizer_class prefix task_specific_params max_length min_length do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size bad_words_ids encoder_no_repeat_ngram_size num_return_sequences output_scores
+    return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens is_llama_config attn_implementation transformers.js_config neftune_noise_alpha
+"""
+WITHOUT_EFFECT = frozenset(_NAMES.split())
+# Keys that no model here supports, and their values without effect.
+NEUTRAL = {
+    "attention_bias": (False,),
+    "qkv_bias": (False,),
+    "mlp_bias": (False,),
+    "rope_interleaved": (False,),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+}
 
 
 def shown(value) -> str:
@@ -111,6 +139,8 @@ def section(key: str, value) -> dict:
 class Raw(dict):
     """A raw config or a part of one. Its methods check the values that they read; ``null`` counts as a missing key.
 
+    It records the keys that are read, so that `refuse_unread` finds the others.
+
     Attributes:
         model_type: The config's ``model_type``, for errors.
     """
@@ -118,6 +148,45 @@ class Raw(dict):
     def __init__(self, raw: dict, model_type: str | None = None):
         super().__init__(raw)
         self.model_type = model_type or raw.get("model_type")
+        self._neutral: dict[str, tuple] = dict(NEUTRAL)
+        self._is_read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As `dict.get`; the key counts as read."""
+        self._is_read.add(key)
+        return super().get(key, default)
+
+    def allow(self, key: str, *values: Any) -> None:
+        """Names a key that is not read and has no effect where it is one of ``values`` (none: whatever it is)."""
+        self._neutral[key] = values
+
+    def refuse_unread(self, name: Callable[[str], str] = str, same: dict | None = None) -> None:
+        """Checks that every key was read or has no effect.
+
+        Args:
+            name: Key → its name in messages.
+            same: Another part of the config, which repeats of its keys may be found here.
+
+        Raises:
+            InputError: A key may change the numbers.
+        """
+        for key, value in self.items():
+            is_named = key in self._is_read or key in WITHOUT_EFFECT or key.startswith("_") or key.endswith("_token_id")
+            if value is None or is_named or (same is not None and key in same and same[key] == value):
+                continue
+            right = self._neutral.get(key)
+            if right is not None and (not right or value in right):
+                continue
+            written = name(key if key.isidentifier() and len(key) <= 64 else shown(key))
+            if right is not None:
+                known = " or ".join(map(shown, right))
+                reason = f"it changes the numbers, and only {known} is known for model_type {shown(self.model_type)}"
+            else:
+                reason = (
+                    f"the key is not known for model_type {shown(self.model_type)} and may change the numbers; if it "
+                    f"does not, set it to null"
+                )
+            raise InputError(f"{written} is {shown(value)}: {reason}")
 
     def _read(self, check: Callable[..., Any], key: str, default: Any, *limits: float) -> Any:
         value = self.get(key)
@@ -156,18 +225,6 @@ class Raw(dict):
         """The epsilon of RMSNorm."""
         # A null is refused here, unlike elsewhere: without an epsilon, a norm may divide by zero.
         return number("rms_norm_eps", self.get("rms_norm_eps", 1e-6), 0.0, 0.1)
-
-    def refuse(self, *options: str) -> None:
-        """Checks that options are off which no model here supports.
-
-        Raises:
-            InputError: One of ``options`` is set.
-        """
-        for option in options:
-            if self.get(option):
-                raise InputError(
-                    f"{option} is {shown(self[option])}: it is not known for model_type {shown(self.model_type)}"
-                )
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -215,11 +272,25 @@ def read_rope(raw: Raw, head_dim: int, partial: float = 1.0) -> RopeSpec:
             f"head_dim is {head_dim} and partial_rotary_factor {share:g}: {dim} dimensions of a head rotate, "
             f"which must be an even number from 2"
         )
-    return RopeSpec(theta, dim, _sections(scaling, dim), readers[kind](scaling, raw))
+    rope = RopeSpec(theta, dim, _sections(scaling, dim), readers[kind](scaling, raw))
+    # Read above, from the section that they are in.
+    scaling.allow("rope_theta")
+    scaling.refuse_unread(lambda key: f"{'rope_parameters' if key in parameters else 'rope_scaling'}.{key}")
+    return rope
+
+
+def read_positions(raw: Raw, rope: RopeSpec) -> int:
+    """Positions of the context: ``max_position_embeddings``; under YaRN its factor times the original positions."""
+    positions = raw.need("max_position_embeddings")
+    if isinstance(rope.scaling, YarnSpec):
+        extended = int(rope.scaling.factor * rope.scaling.original_max_positions)
+        return integer("max_position_embeddings under YaRN", extended, 1, LIMITS["max_position_embeddings"])
+    return positions
 
 
 def _sections(scaling: Raw, dim: int) -> tuple[int, int, int] | None:
     value = scaling.get("mrope_section")
+    scaling.allow("mrope_interleaved", True)
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 3:
@@ -265,8 +336,10 @@ def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, part
         qk_norm: Whether queries and keys are normed.
         partial: As in `read_rope`.
     """
-    text.refuse("attention_bias", "use_sliding_window")
     check_activation(text)
+    refuse_window(text)
+    text.allow("use_qk_norm", qk_norm)
+    text.allow("attn_output_gate", gated)
     heads, kv_heads, head_dim = text.heads
     return AttentionSpec(
         num_heads=heads,
@@ -278,8 +351,25 @@ def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, part
     )
 
 
+def refuse_window(raw: Raw) -> None:
+    """Checks that no layer slides: ``sliding_window`` is without effect only where ``use_sliding_window`` is false.
+
+    Raises:
+        InputError: Layers may slide.
+    """
+    used, window = raw.flag("use_sliding_window", None), raw.integer("sliding_window", None)
+    if used or (window is not None and used is None):
+        key = "use_sliding_window" if used else "sliding_window"
+        raise InputError(
+            f"{key} is {shown(raw[key])}: it changes the numbers, and no layer slides here; where none shall, set "
+            f"use_sliding_window to false"
+        )
+
+
 def read_delta(text: Raw) -> GatedDeltaSpec:
     """Reads the Gated DeltaNet layers."""
+    # vLLM's key for the activation of the gate of their output; transformers computes SiLU whatever it says.
+    text.allow("output_gate_type", "silu", "swish")
     spec = GatedDeltaSpec(
         num_key_heads=text.need("linear_num_key_heads"),
         num_value_heads=text.need("linear_num_value_heads"),
@@ -309,7 +399,12 @@ def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | Moe
         raise InputError(f"mlp_only_layers is {shown(dense)}: it must be a list of layers")
     dense = {integer("mlp_only_layers", i, 0, depth - 1) for i in dense}
     # transformers writes the second name.
-    experts = text.integer("num_experts", 0, minimum=0) or text.integer("num_local_experts", 0, minimum=0)
+    counts = [text.integer(key, 0, minimum=0) for key in ("num_experts", "num_local_experts")]
+    experts = counts[0] or counts[1]
+    # Sizes of feed-forwards that no layer has.
+    for key in ("intermediate_size", "moe_intermediate_size", "num_experts_per_tok"):
+        text.allow(key)
+    text.allow("shared_expert_intermediate_size", *([] if shared else [0]))
     if not experts:
         return [MlpSpec(text.need("intermediate_size"))] * depth
     if experts * depth > MAX_EXPERTS:

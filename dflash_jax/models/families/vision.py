@@ -21,7 +21,7 @@ TOKENS = {
 }
 
 
-def read_vision(raw: dict) -> VisionConfig | None:
+def read_vision(raw: Raw) -> VisionConfig | None:
     """Reads ``vision_config`` of a ``config.json``.
 
     Returns:
@@ -30,10 +30,11 @@ def read_vision(raw: dict) -> VisionConfig | None:
     Raises:
         InputError: A value is invalid, or the tower is of another kind.
     """
-    tower = Raw(Raw(raw).section("vision_config"), "vision_config")
+    tower = Raw(raw.section("vision_config"), "vision_config")
     if not tower:
         return None
-    _refuse_other_towers(tower)
+    rope = Raw(tower.section("rope_parameters"), "vision_config")
+    _refuse_other_towers(tower, rope)
     config = VisionConfig(
         depth=tower.need("depth"),
         hidden_size=tower.need("hidden_size"),
@@ -45,8 +46,10 @@ def read_vision(raw: dict) -> VisionConfig | None:
         in_channels=tower.integer("in_channels", 3),
         num_positions=tower.need("num_position_embeddings"),
         out_hidden_size=tower.need("out_hidden_size"),
-        rope_theta=Raw(tower.section("rope_parameters")).number("rope_theta", 10000.0, 1.0 + 1e-6, 1e15),
+        rope_theta=rope.number("rope_theta", 10000.0, 1.0 + 1e-6, 1e15),
     )
+    tower.refuse_unread(lambda key: f"vision_config.{key}")
+    rope.refuse_unread(lambda key: f"vision_config.rope_parameters.{key}")
     # Half of a head's frequencies follow the row and half the column, and each turns two dimensions.
     if config.hidden_size % config.num_heads or config.head_dim % 4:
         raise InputError(
@@ -58,7 +61,7 @@ def read_vision(raw: dict) -> VisionConfig | None:
     return config
 
 
-def _refuse_other_towers(tower: Raw) -> None:
+def _refuse_other_towers(tower: Raw, rope: Raw) -> None:
     kind = tower.get("model_type")
     if not (kind is None or isinstance(kind, str)) or kind not in MODEL_TYPES:
         known = ", ".join(filter(None, MODEL_TYPES))
@@ -69,19 +72,19 @@ def _refuse_other_towers(tower: Raw) -> None:
         )
     for key, value, known in (
         ("hidden_act", tower.get("hidden_act"), "gelu_pytorch_tanh"),
-        ("rope_type", tower.section("rope_parameters").get("rope_type"), "axial"),
+        ("rope_type", rope.get("rope_type"), "axial"),
     ):
         if value not in (None, known):
             raise InputError(f"the vision tower's {key} is {shown(value)}: only {known} is known")
 
 
-def read_media_tokens(raw: dict) -> MediaTokens:
+def read_media_tokens(raw: Raw) -> MediaTokens:
     """Reads the ids that place media in a prompt.
 
     Raises:
         InputError: One is no token id.
     """
-    return MediaTokens(*(Raw(raw).integer(key, default, 0) for key, default in TOKENS.items()))
+    return MediaTokens(*(raw.integer(key, default, 0) for key, default in TOKENS.items()))
 
 
 def vision_prefix(names: Iterable[str]) -> str | None:
