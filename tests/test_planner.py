@@ -186,7 +186,7 @@ def test_every_system_is_whole(path):
 
 
 def test_there_is_one_for_each_published_system():
-    assert len(TOMLS) == 12
+    assert len(TOMLS) == 13
 
 
 def test_the_mesh_follows_the_machine():

@@ -19,6 +19,7 @@ OPTIONS = {
     "draft_sink_size": int,
     "draft_tokens": str,
     "decode_context_parallel_size": int,
+    "hf_overrides": dict,
 }
 SAMPLING = {
     "temperature": (int, float),
@@ -89,4 +90,4 @@ def system_of(repo: str, kind: str = "target") -> System | None:
 
 def repositories(kind: str) -> list[str]:
     """The repository ids of the package's targets ("target") or drafters ("draft")."""
-    return sorted({str(read_system(path).options[kind]) for path in CONFIGS.glob("*.toml")})
+    return sorted({str(read_system(path).options[kind]) for path in CONFIGS.glob("*.toml")} - {"mtp"})

@@ -22,6 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "hf"
 # Text and vision tower together, and the vision tower.
 TARGETS = {
     "Qwen3.6-35B-A3B": (35_107_181_936, 446_571_248),
+    "Qwen3.8-27B": (27_356_728_560, 460_730_096),
     "Qwen3.6-27B": (27_356_728_560, 460_730_096),
     "Qwen3.5-27B": (27_356_728_560, 460_730_096),
     "Qwen3.5-122B-A10B": (122_562_817_776, 451_290_864),
@@ -46,6 +47,7 @@ DRAFTERS = {
 # By hand from hidden size, heads and experts: fc, norms, attention, router, experts.
 HEADS = {
     "Qwen3.6-35B-A3B": 844_640_768,
+    "Qwen3.8-27B": 424_699_392,
     "Qwen3.6-27B": 424_699_392,
     "Qwen3.5-27B": 424_699_392,
     "Qwen3.5-122B-A10B": 2_523_679_232,
@@ -157,15 +159,15 @@ def layer_35b(i: int) -> dict[str, tuple[int, ...]]:
     return {f"model.language_model.layers.{i}.{name}": shape for name, shape in tensors.items()}
 
 
-def vision_27_blocks() -> dict[str, tuple[int, ...]]:
-    """The 35B's vision tower as its checkpoint names it."""
+def vision_27_blocks(hidden: int = 2048) -> dict[str, tuple[int, ...]]:
+    """The vision tower of a target of this hidden size as its checkpoint names it; the 35B's by default."""
 
     def biased(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
     tensors = biased("patch_embed.proj", 1152, 3, 2, 16, 16) | {"pos_embed.weight": (2304, 1152)}
     tensors |= biased("merger.norm", 1152) | biased("merger.linear_fc1", 4608, 4608)
-    tensors |= biased("merger.linear_fc2", 2048, 4608)
+    tensors |= biased("merger.linear_fc2", hidden, 4608)
     for i in range(27):
         tensors |= biased(f"blocks.{i}.norm1", 1152) | biased(f"blocks.{i}.norm2", 1152)
         tensors |= biased(f"blocks.{i}.attn.qkv", 3456, 1152) | biased(f"blocks.{i}.attn.proj", 1152, 1152)
@@ -198,3 +200,62 @@ def test_a_checkpoint_with_every_real_name(tmp_path):
     tower = open_tower(tmp_path)
     assert {t.name for entry in tower.entries for t in entry.tensors} == set(vision)
     assert set(tower.skipped) == set(text) | set(mtp)
+
+
+def layer_27b(i: int) -> dict[str, tuple[int, ...]]:
+    """The 27B's layer as its checkpoint names it."""
+    tensors = {"input_layernorm.weight": (5120,), "post_attention_layernorm.weight": (5120,)}
+    if (i + 1) % 4:
+        tensors |= {
+            "linear_attn.in_proj_qkv.weight": (10_240, 5120),
+            "linear_attn.in_proj_z.weight": (6144, 5120),
+            "linear_attn.in_proj_b.weight": (48, 5120),
+            "linear_attn.in_proj_a.weight": (48, 5120),
+            "linear_attn.conv1d.weight": (10_240, 1, 4),
+            "linear_attn.A_log": (48,),
+            "linear_attn.dt_bias": (48,),
+            "linear_attn.norm.weight": (128,),
+            "linear_attn.out_proj.weight": (5120, 6144),
+        }
+    else:
+        tensors |= {
+            "self_attn.q_proj.weight": (12_288, 5120),
+            "self_attn.k_proj.weight": (1024, 5120),
+            "self_attn.v_proj.weight": (1024, 5120),
+            "self_attn.o_proj.weight": (5120, 6144),
+            "self_attn.q_norm.weight": (256,),
+            "self_attn.k_norm.weight": (256,),
+        }
+    tensors |= {
+        "mlp.gate_proj.weight": (17_408, 5120),
+        "mlp.up_proj.weight": (17_408, 5120),
+        "mlp.down_proj.weight": (5120, 17_408),
+    }
+    return {f"model.language_model.layers.{i}.{name}": shape for name, shape in tensors.items()}
+
+
+def test_qwen3_8_27b_has_every_real_name(tmp_path):
+    """1,199 tensors: 851 of the text, 333 of the vision tower, and 15 of the MTP head, here in a file of its own."""
+    text = {
+        "model.language_model.embed_tokens.weight": (248_320, 5120),
+        "model.language_model.norm.weight": (5120,),
+        "lm_head.weight": (248_320, 5120),
+    }
+    for i in range(64):
+        text |= layer_27b(i)
+    vision = vision_27_blocks(5120)
+    mtp = {name.replace("model.language_model.layers.3", "mtp.layers.0"): s for name, s in layer_27b(3).items()}
+    mtp |= {"mtp.fc.weight": (5120, 10_240)}
+    mtp |= {f"mtp.{n}.weight": (5120,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert (len(text), len(vision), len(mtp)) == (851, 333, 15)
+    (tmp_path / "config.json").write_text(json.dumps(read("Qwen3.8-27B")))
+    headers_only(tmp_path / "model-00001-of-00001.safetensors", text | vision)
+    headers_only(tmp_path / "mtp.safetensors", mtp)
+    index = {"weight_map": dict.fromkeys(text | vision, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    source = open_target(tmp_path)
+    assert len(source.files) == 1199
+    assert {t.name for entry in source.entries for t in entry.tensors} == set(text)
+    head = open_drafter(tmp_path, source.config)
+    assert {t.name for e in head.entries for t in e.tensors} == {*mtp, "model.language_model.norm.weight"}
+    assert {t.name for entry in open_tower(tmp_path).entries for t in entry.tensors} == set(vision)
