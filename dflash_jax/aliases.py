@@ -134,6 +134,7 @@ ALIASES = (
     Alias("draft_sink_size", ("--speculative-draft-sink-size",)),
     Alias("draft_tokens", ("--speculative-token-map",)),
     Alias("tokenizer", ("--tokenizer-path",)),
+    Alias("hf_overrides", ("--json-model-override-args",)),
     Alias("max_len", ("--max-model-len", "--context-length")),
     Alias("slots", ("--max-num-seqs", "--max-running-requests")),
     Alias("mem_fraction", ("--gpu-memory-utilization", "--device-memory-utilization", "--mem-fraction-static")),

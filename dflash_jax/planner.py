@@ -144,12 +144,13 @@ class Shapes:
     language_model_only: bool = False
 
 
-def read_shapes(target: str, draft: str | None) -> Shapes:
+def read_shapes(target: str, draft: str | None, overrides: dict | None = None) -> Shapes:
     """Reads the configs of a system from directories with config.json, or from config.json files themselves.
 
     Args:
         target: The target's.
         draft: The drafter's, or a target's for its MTP head; None without a drafter.
+        overrides: Values in place of those of the target's config.json.
 
     Raises:
         InputError: A loader would refuse the configs: unknown or unfit models, or a quantisation that is not read.
@@ -158,10 +159,11 @@ def read_shapes(target: str, draft: str | None) -> Shapes:
     from dflash_jax.checkpoint.config_files import read_config_file
     from dflash_jax.models import families
 
-    raw, config = read_config_file(Path(target), families.read_target)
+    raw, config = read_config_file(Path(target), families.read_target, overrides)
     drafter, draft_block = None, None
     if draft is not None:
-        draft_raw, drafter = read_config_file(Path(draft), families.read_drafter)
+        of_head = overrides if draft == target else None
+        draft_raw, drafter = read_config_file(Path(draft), families.read_drafter, of_head)
         drafter.check_fits(config)
         draft_block = fp8.read_block(draft_raw, Path(draft))
     return Shapes(config, drafter, fp8.read_block(raw, Path(target)), draft_block)

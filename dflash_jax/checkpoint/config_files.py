@@ -39,8 +39,12 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def read_raw(path: Path) -> dict:
+def read_raw(path: Path, overrides: dict | None = None) -> dict:
     """Reads ``path/config.json``, or ``path`` itself if it is a JSON file.
+
+    Args:
+        path: A directory or a JSON file.
+        overrides: Values in place of the file's; an object is merged with the file's.
 
     Raises:
         InputError: There is no such file, or it is no valid config.
@@ -49,11 +53,16 @@ def read_raw(path: Path) -> dict:
         if not (path / "config.json").exists():
             raise InputError(f"{path} is not a checkpoint: it has no config.json")
         path = path / "config.json"
-    raw = read_json(path)
+    raw = _merged(read_json(path), overrides or {})
     text = raw.get("text_config", {})
     if not isinstance(text, dict):
         raise InputError(f"{path}: text_config is {reprlib.repr(text)}: it must be an object")
     return raw
+
+
+def _merged(raw: dict, overrides: dict) -> dict:
+    both = {k: _merged(raw[k], v) for k, v in overrides.items() if isinstance(v, dict) and isinstance(raw.get(k), dict)}
+    return raw | overrides | both
 
 
 def parsed(read, raw: dict, path: Path):
@@ -65,9 +74,9 @@ def parsed(read, raw: dict, path: Path):
         raise InputError(f"{file}: {e.args[0]}", *e.args[1:]) from None
 
 
-def read_config_file(path: Path, read):
+def read_config_file(path: Path, read, overrides: dict | None = None):
     """Returns the raw config of ``path`` (see `read_raw`), and ``read`` of it."""
-    raw = read_raw(path)
+    raw = read_raw(path, overrides)
     return raw, parsed(read, raw, path)
 
 

@@ -82,32 +82,32 @@ def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = N
     return jax.tree.unflatten(structure, arrays)
 
 
-def read_target_config(directory: Path) -> ModelConfig:
-    """The configuration of a target's directory.
+def read_target_config(directory: Path, overrides: dict | None = None) -> ModelConfig:
+    """The configuration of a target's directory; ``overrides`` as of `read_raw`, here and below.
 
     Raises:
         InputError: It is invalid or of an unknown model type.
     """
-    return parsed(families.read_target, read_raw(directory), directory)
+    return parsed(families.read_target, read_raw(directory, overrides), directory)
 
 
-def read_draft_config(directory: Path) -> DraftConfig | MtpConfig:
+def read_draft_config(directory: Path, overrides: dict | None = None) -> DraftConfig | MtpConfig:
     """The configuration of a drafter's directory: a DFlash drafter's, or the MTP head's of a target.
 
     Raises:
         InputError: It is invalid, or of a target whose kind has no MTP head.
     """
-    return parsed(families.read_drafter, read_raw(directory), directory)
+    return parsed(families.read_drafter, read_raw(directory, overrides), directory)
 
 
-def open_target(directory: str | Path) -> Source[ModelConfig]:
+def open_target(directory: str | Path, overrides: dict | None = None) -> Source[ModelConfig]:
     """Opens a target's checkpoint without reading weights.
 
     Raises:
         InputError: Names or shapes do not fit ``config.json``; its second argument is the list of all bad tensors.
     """
     directory = Path(directory)
-    raw, config = read_raw(directory), read_target_config(directory)
+    raw, config = read_raw(directory, overrides), read_target_config(directory, overrides)
     family, files = families.target_family(raw), TensorFiles(directory)
     # Some checkpoints carry the head that they tie to the embedding.
     tied = {"lm_head.weight"} if config.tied_embeddings else ()
@@ -115,18 +115,20 @@ def open_target(directory: str | Path) -> Source[ModelConfig]:
     return _open(directory, raw, config, entries, files, lambda name: name in tied or family.is_skipped(name))
 
 
-def check_target(directory: str | Path) -> ModelConfig:
+def check_target(directory: str | Path, overrides: dict | None = None) -> ModelConfig:
     """The configuration of a target whose files are complete and fit it. No weights are read."""
     directory = Path(directory)
-    return read_target_config(directory) if orbax.is_orbax(directory) else open_target(directory).config
+    if orbax.is_orbax(directory):
+        return read_target_config(directory, overrides)
+    return open_target(directory, overrides).config
 
 
-def check_drafter(directory: str | Path, target: ModelConfig) -> DraftConfig | MtpConfig:
+def check_drafter(directory: str | Path, target: ModelConfig, overrides: dict | None = None) -> DraftConfig | MtpConfig:
     """The configuration of a drafter whose files are complete and fit it and ``target``. No weights are read."""
-    directory, config = Path(directory), read_fitting_drafter(Path(directory), target)
+    directory, config = Path(directory), read_fitting_drafter(Path(directory), target, overrides)
     if orbax.is_orbax(directory) and isinstance(config, DraftConfig):
         return config
-    return open_drafter(directory, target).config
+    return open_drafter(directory, target, overrides).config
 
 
 def load_target(
@@ -135,6 +137,7 @@ def load_target(
     layout: Layout = ONE_DEVICE,
     quantize: str | None = None,
     backend: Backend | None = None,
+    overrides: dict | None = None,
 ) -> Decoder:
     """Loads a target, its parameters on the mesh of ``layout``.
 
@@ -145,6 +148,7 @@ def load_target(
         quantize: None keeps FP8 weights in FP8; "none" makes them ``dtype``; "int8" and "fp8" quantize the other large
             matrices with one scale an output. Embedding, head, router, norms and small projections are never quantized.
         backend: Where it will run; this machine by default.
+        overrides: Values in place of those of ``config.json``.
 
     Raises:
         InputError: The checkpoint is invalid, or ``quantize`` is unknown.
@@ -153,13 +157,13 @@ def load_target(
     check_quantize(quantize)
     directory = Path(directory)
     if orbax.is_orbax(directory):
-        module = abstract_decoder(read_target_config(directory), dtype, layout, backend)
+        module = abstract_decoder(read_target_config(directory, overrides), dtype, layout, backend)
         return orbax.load(module, directory, dtype, layout, quantize)
-    source = open_target(directory)
+    source = open_target(directory, overrides)
     return fill(abstract_decoder(source.config, dtype, layout, backend), source, dtype, layout, quantize)
 
 
-def open_tower(directory: str | Path) -> Source[VisionConfig] | None:
+def open_tower(directory: str | Path, overrides: dict | None = None) -> Source[VisionConfig] | None:
     """Opens the vision tower of a target's checkpoint without reading weights.
 
     Returns:
@@ -170,7 +174,7 @@ def open_tower(directory: str | Path) -> Source[VisionConfig] | None:
             prompt are out of vocabulary.
     """
     directory = Path(directory)
-    raw, config = read_raw(directory), read_target_config(directory)
+    raw, config = read_raw(directory, overrides), read_target_config(directory, overrides)
     files = orbax.ExtraTensors(directory) if orbax.is_orbax(directory) else TensorFiles(directory)
     prefix = vision_prefix(files)
     if config.vision is None or prefix is None:
@@ -181,7 +185,11 @@ def open_tower(directory: str | Path) -> Source[VisionConfig] | None:
 
 
 def load_tower(
-    directory: str | Path, dtype=jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend | None = None
+    directory: str | Path,
+    dtype=jnp.float32,
+    layout: Layout = ONE_DEVICE,
+    backend: Backend | None = None,
+    overrides: dict | None = None,
 ) -> VisionTower | None:
     """Loads the vision tower of a target, all of it on every device of the mesh of ``layout``.
 
@@ -190,6 +198,7 @@ def load_tower(
         dtype: The parameters' dtype.
         layout: The mesh.
         backend: Where it will run; this machine by default.
+        overrides: As in `load_target`.
 
     Returns:
         The tower; None where `open_tower` finds none.
@@ -197,28 +206,32 @@ def load_tower(
     Raises:
         InputError: The checkpoint is invalid.
     """
-    source = open_tower(directory)
+    source = open_tower(directory, overrides)
     if source is None:
         return None
     return fill(abstract_tower(source.config, dtype, backend or Backend.detect()), source, dtype, layout)
 
 
-def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftConfig | MtpConfig:
+def read_fitting_drafter(
+    directory: Path, target: ModelConfig | None, overrides: dict | None = None
+) -> DraftConfig | MtpConfig:
     """A drafter's configuration, checked against ``target`` unless that is None."""
-    config = read_draft_config(directory)
+    config = read_draft_config(directory, overrides)
     if target is not None:
         config.check_fits(target)
     return config
 
 
-def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> Source[DraftConfig] | Source[MtpConfig]:
+def open_drafter(
+    directory: str | Path, target: ModelConfig | None = None, overrides: dict | None = None
+) -> Source[DraftConfig] | Source[MtpConfig]:
     """Opens a drafter's checkpoint, or the MTP head of a target's, without reading weights.
 
     Raises:
         InputError: Names or shapes do not fit, the target has no head, or the drafter does not fit ``target``.
     """
     directory = Path(directory)
-    config, raw = read_fitting_drafter(directory, target), read_raw(directory)
+    config, raw = read_fitting_drafter(directory, target, overrides), read_raw(directory, overrides)
     if isinstance(config, MtpConfig):
         return _open_head(directory, raw, config)
     files = TensorFiles(directory)
@@ -285,6 +298,7 @@ def load_drafter(
     layout: Layout = ONE_DEVICE,
     backend: Backend | None = None,
     quantize: str | None = None,
+    overrides: dict | None = None,
 ) -> Drafter | Mtp:
     """Loads a drafter.
 
@@ -296,19 +310,20 @@ def load_drafter(
         layout: The mesh.
         backend: Where it will run; this machine by default.
         quantize: Of an MTP head, as in `load_target`. DFlash drafters are never quantized.
+        overrides: As in `load_target`.
 
     Raises:
         InputError: The checkpoint is invalid or does not fit ``target``.
     """
     backend = backend or Backend.detect()
     directory = Path(directory)
-    config = read_fitting_drafter(directory, target)
+    config = read_fitting_drafter(directory, target, overrides)
     module = abstract_drafter(config, dtype, layout, backend)
     if isinstance(config, DraftConfig):
         quantize = None
         if orbax.is_orbax(directory):
             return orbax.load(module, directory, dtype, layout, None)
-    return fill(module, open_drafter(directory, target), dtype, layout, quantize)
+    return fill(module, open_drafter(directory, target, overrides), dtype, layout, quantize)
 
 
 def save_module(

@@ -179,7 +179,7 @@ def open_llm(args, options: dict, draft: str | None):
         from dflash_jax.frontend.llm import LLM
 
     names = "dtype quantize mesh max_len draft_tokens max_block_size mem_fraction revision draft_revision download_dir"
-    names = [*names.split(), "decode_context_parallel_size"]
+    names = [*names.split(), "decode_context_parallel_size", "hf_overrides"]
     given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     kept = {k: options[k] for k in names if k in options}
     target, draft = args.target or options.get("target"), draft or args.draft or options.get("draft")

@@ -271,11 +271,18 @@ def add_platform(group) -> None:
 
 
 def add_hub(group) -> None:
-    """Options of Hugging Face repositories: --revision, --draft-revision and --download-dir."""
+    """Options of checkpoints: --revision, --draft-revision, --download-dir and --hf-overrides."""
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of the target's repo")
     group.add_argument("--draft-revision", metavar="REV", help="likewise, of the drafter's")
     text = "where repos are kept (default: Hugging Face's cache, which HF_HOME moves)"
     group.add_argument("--download-dir", metavar="DIR", help=text)
+    add_overrides(group)
+
+
+def add_overrides(group) -> None:
+    """--hf-overrides."""
+    text = 'in place of values of the target\'s config.json, merged: {"rope_scaling": {"factor": 4.0, …}}'
+    group.add_argument("--hf-overrides", type=json_object, metavar="JSON", help=text)
 
 
 # Options of images and videos that `LLM` has under the same names.
@@ -384,6 +391,7 @@ def llm_options(args: argparse.Namespace, system: "System | None") -> dict[str, 
     """The keyword arguments of `LLM` that the arguments of `generate`, `serve` and `batch` give."""
     names = "target dtype block_size max_block_size slots mem_fraction draft_window_size draft_sink_size draft_tokens"
     names += " reproducible max_len quantize kernels revision draft_revision download_dir decode_context_parallel_size"
+    names += " hf_overrides"
     options = {name: getattr(args, name) for name in names.split()}
     draft = None if args.draft == "none" else args.draft
     return options | {"draft": draft, "mesh": choose_mesh(args.mesh, system)}

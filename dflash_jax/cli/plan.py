@@ -113,7 +113,7 @@ def table(requests: dict[str, Request], plans: dict[str, dict]) -> str:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     from dflash_jax.cli.aliases import add_aliases
-    from dflash_jax.cli.options import Parser, program
+    from dflash_jax.cli.options import Parser, add_overrides, program
 
     p = Parser(prog=program("plan"), description=__doc__, allow_abbrev=False)
     p.add_argument("model", nargs="?", metavar="MODEL", help="a name of configs/, or what --target takes")
@@ -153,6 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
     p.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     p.add_argument("--language-model-only", action="store_true", help="without the vision tower: text only")
+    add_overrides(p)
     p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
     add_aliases(p)
     return p
@@ -312,14 +313,15 @@ def run(args) -> int:
 
     from dflash_jax.parallel.sharding import Layout
 
-    shapes = replace(read_shapes(target, draft), language_model_only=args.language_model_only)
+    options = system.options if system else {}
+    shapes = read_shapes(target, draft, args.hf_overrides or options.get("hf_overrides"))
+    shapes = replace(shapes, language_model_only=args.language_model_only)
     if args.max_len > shapes.target.max_positions:
         raise InputError(f"max_len is {args.max_len}: the model has {shapes.target.max_positions} positions")
     block = args.block_size or (shapes.draft.block_size if shapes.draft else 1)
     acceptance_length = min(6.0, block) if args.acceptance_length is None else args.acceptance_length
     if not 1 <= acceptance_length <= (block if shapes.draft else MOST):
         raise InputError(f"acceptance_length is {acceptance_length:g}: it must be from 1 to the block size, {block}")
-    options = system.options if system else {}
     parts = args.decode_context_parallel_size or options.get("decode_context_parallel_size", 1)
     requests = {}
     for device, name, count in devices.values():

@@ -99,6 +99,7 @@ class LLM(Generation):
         revision: str | None = None,
         draft_revision: str | None = None,
         download_dir: str | Path | None = None,
+        hf_overrides: dict | None = None,
         generation_config: str | Path = "auto",
         sampling_defaults: dict | None = None,
         kernels: str = "auto",

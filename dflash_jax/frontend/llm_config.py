@@ -69,6 +69,8 @@ class LLMConfig:
         revision: A branch, tag or commit of the target's repo.
         draft_revision: The same of the drafter's repo.
         download_dir: Directory for repos.
+        hf_overrides: Values in place of those of the target's config.json, of which objects are merged, such as
+            ``{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}``.
         generation_config: "auto" takes sampling defaults from the target's generation_config.json, "vllm" takes none, a
             path takes another file's.
         sampling_defaults: Values that override those defaults.
@@ -105,6 +107,7 @@ class LLMConfig:
     revision: str | None = None
     draft_revision: str | None = None
     download_dir: str | Path | None = None
+    hf_overrides: dict | None = None
     generation_config: str | Path = "auto"
     sampling_defaults: dict | None = None
     kernels: str = "auto"
@@ -150,6 +153,7 @@ class LLMConfig:
             fault = f"is {shown(self.draft_sink_size)} without a draft_window_size: sinks are kept beside one"
             raise ArgumentError("draft_sink_size", fault)
         check("chat_template_kwargs", lambda v: all(isinstance(k, str) for k in v), "a dict whose keys are strings")
+        check("hf_overrides", lambda v: all(isinstance(k, str) for k in v), "a dict whose keys are strings")
         check("max_block_size", lambda v: v >= 1, "1 or more")
         check("slots", lambda v: 1 <= v <= BATCH_SIZES[-1], f"1 to {BATCH_SIZES[-1]}")
         check("prefix_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")

@@ -88,7 +88,7 @@ class Checkpoint:
             names = (smollm2.DRAFTER,)
         elif names == ("auto",):
             names = (TINY / "draft",) if given.target is None else ()
-        config = check_target(directory)
+        config = check_target(directory, given.hf_overrides)
 
         def found(draft: Draft) -> Path | Drafting:
             if isinstance(draft, Drafting):
@@ -100,19 +100,27 @@ class Checkpoint:
         drafts = tuple(map(found, names))
         if not drafts and given.draft_tokens not in (None, "none", "auto"):
             raise InputError(f"draft tokens {given.draft_tokens}: there is no drafter")
-        block_sizes = tuple(_check(draft, config).block_size for draft in drafts)
+        block_sizes = tuple(_check(draft, config, _overrides(given, draft, directory)).block_size for draft in drafts)
         vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
-        defaults = SamplingDefaults.read(directory, given.generation_config).overridden(given.sampling_defaults or {})
+        defaults = SamplingDefaults.read(directory, given.generation_config, given.hf_overrides)
+        defaults = defaults.overridden(given.sampling_defaults or {})
         return cls(directory, drafts, config, block_sizes, vocabularies, defaults, _tokenizer(given, directory))
 
 
-def _check(draft: Path | Drafting, target: ModelConfig) -> DraftConfig | MtpConfig | OwnConfig:
+def _check(
+    draft: Path | Drafting, target: ModelConfig, overrides: dict | None
+) -> DraftConfig | MtpConfig | OwnConfig:
     """The configuration of a drafter. Raises InputError where it does not fit the target."""
     if isinstance(draft, Path):
-        return check_drafter(draft, target)
+        return check_drafter(draft, target, overrides)
     config = config_of(draft)
     config.check_fits(target)
     return config
+
+
+def _overrides(given: LLMConfig, draft: Path | Drafting, target: Path) -> dict | None:
+    """What overrides a drafter's config.json: that of an MTP head is the target's."""
+    return given.hf_overrides if isinstance(draft, Path) and draft == target else None
 
 
 def _draft_vocabulary(given: LLMConfig, draft: Path | Drafting, config: ModelConfig) -> jax.Array | None:
@@ -155,7 +163,9 @@ def prepare_backend(kernels: str) -> Backend:
 def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, tuple[Drafting, ...]]:
     """Loads the weights: (target, drafters)."""
     dtype = DTYPES[given.dtype_name]
-    target = packed(load_target(checkpoint.directory, dtype, given.layout, given.quantize, backend), given.dtype_name)
+    directory, overrides = checkpoint.directory, given.hf_overrides
+    target = load_target(directory, dtype, given.layout, given.quantize, backend, overrides)
+    target = packed(target, given.dtype_name)
     if reason := backend.no_triton_for({x.dtype for x in jax.tree.leaves(target)}):
         log.warning("products of weights without Triton kernels: %s", reason)
     drafters = []
@@ -163,7 +173,8 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
         if not isinstance(draft, Path):
             drafters.append(placed_drafter(draft, target, given.layout.mesh(), given.dtype_name))
             continue
-        drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize)
+        overrides = _overrides(given, draft, directory)
+        drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize, overrides)
         drafter = packed(drafter, given.dtype_name)
         if ids is not None:
             drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids), backend), given.dtype_name)
@@ -182,7 +193,7 @@ def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> Me
             return None
         # The leader computes the rows by itself, and sends them with the prompt's chunks.
         layout = ONE_DEVICE
-    tower = load_tower(checkpoint.directory, DTYPES[given.dtype_name], layout, backend)
+    tower = load_tower(checkpoint.directory, DTYPES[given.dtype_name], layout, backend, given.hf_overrides)
     if tower is None:
         return None
     assert config.media_tokens is not None

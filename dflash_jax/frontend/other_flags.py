@@ -225,13 +225,13 @@ REFUSED = (
         --enable-quant-communications --enable-w4a4-mxfp4-megamoe --flashinfer-mxfp4-moe-precision=default
         --deepep-dispatcher-output-dtype=auto --flashinfer-a2a-dispatch-type= --rl-on-policy-target=
         --load-format=auto|safetensors --model-loader-extra-config={} --is-embedding --model-impl=auto
-        --model-config-parser=auto --json-model-override-args={} --quantization-param-path= --modelopt-quant=
+        --model-config-parser=auto --quantization-param-path= --modelopt-quant=
         --modelopt-checkpoint-restore-path= --modelopt-checkpoint-save-path= --modelopt-export-path=
         --quantize-and-serve --rl-quant-profile= --custom-weight-loader+= --decrypted-config-file=
         --decrypted-draft-config-file= --tokenizer-mode=auto|fast|hf --skip-tokenizer-init --hf-chat-template-name=
         --completion-template= --runner=auto|generate --convert=auto --hf-config-path= --code-revision=
         --tokenizer-revision= --quantization-config= --allow-deprecated-quantization --use-fp64-gumbel
-        --disable-sliding-window --config-format=auto --hf-overrides={} --model-class-overrides={} --pooler-config=
+        --disable-sliding-window --config-format=auto --model-class-overrides={} --pooler-config=
         --logits-processors+= --attention-config/-ac={} --additional-config={} --task=auto|generate
         """,
     ),

@@ -50,13 +50,16 @@ class SamplingDefaults:
     stop_ids: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, directory: Path, generation_config: str | Path = "auto") -> "SamplingDefaults":
+    def read(
+        cls, directory: Path, generation_config: str | Path = "auto", overrides: dict | None = None
+    ) -> "SamplingDefaults":
         """From generation_config.json, and the stop ids from config.json where that has none.
 
         Args:
             directory: Of the checkpoint.
             generation_config: "auto" for the checkpoint's own, "vllm" for none, else the path of another file or of
                 its directory.
+            overrides: Values in place of those of config.json.
         """
         from dflash_jax.checkpoint.config_files import parsed, read_json, read_raw
         from dflash_jax.models.families.reading import Raw
@@ -69,7 +72,7 @@ class SamplingDefaults:
         raw = Raw(read_json(path) if is_read else {}, "generation_config")
         values, stop_ids = parsed(_sampling, raw, path), parsed(_stop_ids, raw, path)
         if stop_ids is None:
-            config = read_raw(directory)
+            config = read_raw(directory, overrides)
             texts = (config, config.get("text_config", {}))
             stop_ids = next((ids for t in texts if (ids := parsed(_stop_ids, t, directory)) is not None), ())
         return cls(values, stop_ids)

@@ -1,8 +1,10 @@
-"""Hostile TOML files: each is one line that names the file."""
+"""Hostile TOML files: each is one line that names the file. Overrides of a config.json."""
+
+import json
 
 import pytest
 
-from dflash_jax.checkpoint.config_files import MAX_TOML_BYTES
+from dflash_jax.checkpoint.config_files import MAX_TOML_BYTES, read_raw
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.training.config import read_toml
@@ -29,3 +31,14 @@ def test_a_hostile_config_is_an_input_error(read, content, said, tmp_path):
 def test_a_config_without_an_end_is_an_input_error():
     with pytest.raises(InputError, match="/dev/zero has more than"):
         read_system("/dev/zero")
+
+
+def test_overrides_are_merged_into_objects(tmp_path):
+    raw = {"text_config": {"rope": {"theta": 1.0, "type": "default"}, "layers": [1, 2]}, "scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    overrides = {"text_config": {"rope": {"type": "yarn"}, "layers": [3]}, "scaling": {"factor": 4.0}, "new": 1}
+    merged = {"text_config": {"rope": {"theta": 1.0, "type": "yarn"}, "layers": [3]}, "scaling": {"factor": 4.0}}
+    assert read_raw(tmp_path, overrides) == merged | {"new": 1}
+    assert read_raw(tmp_path) == raw
+    with pytest.raises(InputError, match="text_config is 3: it must be an object"):
+        read_raw(tmp_path, {"text_config": 3})

@@ -39,6 +39,7 @@ from tests.odd_values import HUGE, Unprintable
             {"speculative_config": {"num_speculative_tokens": -1}},
             "speculative_config: num_speculative_tokens is -1: it must be 0 or more",
         ),
+        ({"hf_overrides": {1: 2}}, "hf_overrides is {1: 2}: it must be a dict whose keys are strings"),
         ({"speculative_num_steps": 3}, "speculative_num_steps is 3: DFlash drafts a block in one step"),
         ({"speculative_algorithm": "NEXTN", "draft": "a/b"}, "speculative_algorithm drafts with the target's own MTP"),
         ({"draft": "mtp", "draft_revision": "v1"}, "draft_revision is 'v1': there is no repo"),
@@ -91,3 +92,18 @@ def test_values_of_numpy_are_those_of_python():
     config = LLMConfig(**with_other_names(own, keywords)[0])
     assert config == LLMConfig(prefix_bytes=0, seed=3, slots=4, max_block_size=8, reproducible=True)
     assert (type(config.seed), type(config.reproducible)) == (int, bool)
+
+
+@pytest.mark.parametrize("keyword", ["hf_overrides", "json_model_override_args"])
+def test_overrides_of_the_config_are_read_as_the_config_is(keyword):
+    assert LLM(None, None, **{keyword: {"max_position_embeddings": 4096}}).max_len == 4096
+    for overrides, says in (
+        ({"rope_parameters": {"factr": 2}}, "target/config.json: rope_parameters.factr is 2: the key is not known"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid': it changes the numbers"),
+    ):
+        with pytest.raises(InputError, match=says):
+            LLM(**{keyword: overrides})
+    # The bundled target's MTP head is read with them, its drafter is not.
+    with pytest.raises(InputError, match="mtp_num_hidden_layers is 2"):
+        LLM(None, "mtp", **{keyword: {"mtp_num_hidden_layers": 2}})
+    assert LLM(**{keyword: {"mtp_num_hidden_layers": 2}}).drafter is not None
