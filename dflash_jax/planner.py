@@ -157,13 +157,18 @@ def read_shapes(target: str, draft: str | None, overrides: dict | None = None) -
     """
     from dflash_jax.checkpoint import fp8
     from dflash_jax.checkpoint.config_files import read_config_file
+    from dflash_jax.checkpoint.files import tensor_names
     from dflash_jax.models import families
+    from dflash_jax.models.config import DraftConfig
+    from dflash_jax.models.families import dflash
 
     raw, config = read_config_file(Path(target), families.read_target, overrides)
     drafter, draft_block = None, None
     if draft is not None:
         of_head = overrides if draft == target else None
         draft_raw, drafter = read_config_file(Path(draft), families.read_drafter, of_head)
+        if isinstance(drafter, DraftConfig):
+            drafter = dflash.with_tables(drafter, draft_raw, tensor_names(Path(draft)))
         drafter.check_fits(config)
         draft_block = fp8.read_block(draft_raw, Path(draft))
     return Shapes(config, drafter, fp8.read_block(raw, Path(target)), draft_block)
@@ -334,7 +339,8 @@ def make_plan(
         if drafts and draft_weights and shapes.draft:
             draft_passes, per_pass = shapes.draft.passes(tokens)
             of_drafts = slot.read(context, True) - slot.read(context, False)
-            extra = draft_passes * (draft_weights.read(batch * per_pass) + weights.head + batch * of_drafts)
+            head = 0.0 if draft_weights.head else weights.head
+            extra = draft_passes * (draft_weights.read(batch * per_pass) + head + batch * of_drafts)
         read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + slot.read(context, False))
         return slots * (acceptance_length if drafts else 1) * device.bandwidth / read
 

@@ -212,6 +212,14 @@ class TensorFiles(Tensors):
         return np.require(array, requirements="A")
 
 
+def tensor_names(directory: Path) -> Collection[str]:
+    """Names of the tensors of a directory, by its index where it has one; none where there are no weights."""
+    if (directory / INDEX).exists():
+        names = read_json(directory / INDEX).get("weight_map")
+        return names if isinstance(names, dict) else ()
+    return TensorFiles(directory) if any(directory.glob("*.safetensors")) else ()
+
+
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes one ``model.safetensors`` that transformers reads.
 

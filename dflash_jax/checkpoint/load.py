@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from dflash_jax import progress
 from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.config_files import parsed, read_raw
-from dflash_jax.checkpoint.files import TensorFiles, Tensors, write_json, write_tensors
+from dflash_jax.checkpoint.files import TensorFiles, Tensors, tensor_names, write_json, write_tensors
 from dflash_jax.checkpoint.parameters import C, Source, check_quantize, read_parameter, spread
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
@@ -97,7 +97,12 @@ def read_draft_config(directory: Path, overrides: dict | None = None) -> DraftCo
     Raises:
         InputError: It is invalid, or of a target whose kind has no MTP head.
     """
-    return parsed(families.read_drafter, read_raw(directory, overrides), directory)
+    raw = read_raw(directory, overrides)
+    config = parsed(families.read_drafter, raw, directory)
+    if isinstance(config, MtpConfig):
+        return config
+    names = orbax.tensor_names(directory) if orbax.is_orbax(directory) else tensor_names(directory)
+    return parsed(lambda raw: dflash.with_tables(config, raw, names), raw, directory)
 
 
 def open_target(directory: str | Path, overrides: dict | None = None) -> Source[ModelConfig]:
@@ -235,7 +240,7 @@ def open_drafter(
     if isinstance(config, MtpConfig):
         return _open_head(directory, raw, config)
     files = TensorFiles(directory)
-    return _open(directory, raw, config, dflash.weight_names(config, files), files, dflash.is_skipped)
+    return _open(directory, raw, config, dflash.weight_names(config, files), files, lambda name: False)
 
 
 def _open_head(directory: Path, raw: dict, config: MtpConfig) -> Source[MtpConfig]:
@@ -254,7 +259,9 @@ def read_entries(directory: Path, names) -> list[Entry]:
     """The table of parameters for the checkpoint in ``directory``, which has the tensors ``names``."""
     raw = read_raw(directory)
     if parsed(dflash.is_drafter, raw, directory):
-        return dflash.weight_names(parsed(dflash.read_config, raw, directory), names)
+        config = read_draft_config(directory)
+        assert isinstance(config, DraftConfig)
+        return dflash.weight_names(config, names)
     return families.target_family(raw).weight_names(read_target_config(directory), names)
 
 

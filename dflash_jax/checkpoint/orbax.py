@@ -9,7 +9,7 @@ refused.
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -211,6 +211,11 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
                 shutil.copyfile(path, target / path.name)
     tensors = {n: [source.files.dtype(n), list(source.files[n])] for n in source.files}
     conversion.finish({"tensors": tensors, "block": source.block})
+
+
+def tensor_names(directory: Path) -> Collection[str]:
+    """Names of the tensors of the checkpoint that was converted."""
+    return read_json(directory / MANIFEST)["tensors"]
 
 
 class ExtraTensors(Tensors):

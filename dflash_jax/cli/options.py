@@ -281,7 +281,7 @@ def add_hub(group) -> None:
 
 def add_overrides(group) -> None:
     """--hf-overrides."""
-    text = 'in place of values of the target\'s config.json, merged: {"rope_scaling": {"factor": 4.0, …}}'
+    text = 'in place of values of the target\'s config.json, merged: {"rope_scaling": {"factor": 4.0}}'
     group.add_argument("--hf-overrides", type=json_object, metavar="JSON", help=text)
 
 

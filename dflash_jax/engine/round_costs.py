@@ -80,7 +80,11 @@ class RoundCosts:
         self._configs = [config_of(drafter) for drafter in drafters]
         listed = [getattr(drafter, "vocabulary", None) for drafter in drafters]
         shares = [1.0 if v is None else len(v.ids) / target.config.vocab_size for v in listed]
-        self._heads = [share * self._target.head for share in shares]
+        # What a pass reads of a head beside all of the drafter's weights, of which its own head is a part.
+        self._heads = [
+            share * (weights.head or self._target.head) - weights.head
+            for share, weights in zip(shares, self._weights, strict=True)
+        ]
         is_cached = self._target.total + sum(weights.total for weights in self._weights) < platform.cache
         self._read_speed = platform.cache_speed if is_cached else 1.0
         self._operations = platform.operations * (platform.small_share if is_cached else 1.0)

@@ -31,7 +31,15 @@ from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import with_other_names
 from dflash_jax.frontend.llm_config import Draft, LLMConfig
-from dflash_jax.frontend.loading import Checkpoint, load_media, load_models, placed_drafter, prepare_backend
+from dflash_jax.frontend.loading import (
+    Checkpoint,
+    head_owner,
+    load_media,
+    load_models,
+    placed_drafter,
+    prepare_backend,
+    shortlist,
+)
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import config_of
@@ -204,7 +212,10 @@ class LLM(Generation):
         config.check_fits(self.config)
         placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
         if isinstance(placed, Drafter | Mtp):
-            placed.vocabulary = getattr(self.drafter, "vocabulary", None)
+            placed.vocabulary = known = getattr(self.drafter, "vocabulary", None)
+            before, owner = (head_owner(each, self.target) for each in (self.drafter, placed))
+            if known is not None and before is not owner:
+                placed.vocabulary = shortlist(known.ids[...], owner, self.dtype)
         other = self.with_programs(Executables(self.target, placed))
         other.drafters, other.largest_block = (
             (placed,),

@@ -1,7 +1,7 @@
 """What an `LLM` reads from disk: first everything that can be wrong without the weights, then the weights."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import TypeVar
@@ -44,6 +44,7 @@ from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.weights import PackedWeight
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths, parameter_specs, place
 
@@ -168,16 +169,16 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     target = packed(target, given.dtype_name)
     if reason := backend.no_triton_for({x.dtype for x in jax.tree.leaves(target)}):
         log.warning("products of weights without Triton kernels: %s", reason)
-    drafters = []
+    drafters: list[Drafter | Mtp] = []
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
         if not isinstance(draft, Path):
             drafters.append(placed_drafter(draft, target, given.layout.mesh(), given.dtype_name))
             continue
         overrides = _overrides(given, draft, directory)
         drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize, overrides)
-        drafter = packed(drafter, given.dtype_name)
+        drafter = packed(without_copies(drafter, target), given.dtype_name)
         if ids is not None:
-            drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids), backend), given.dtype_name)
+            drafter.vocabulary = shortlist(ids, head_owner(drafter, target), given.dtype_name)
         drafters.append(drafter)
     return target, tuple(drafters)
 
@@ -218,6 +219,39 @@ def packed(module: M, dtype: str) -> M:
     return pack_weights(module) if is_wanted else module
 
 
+def without_copies(drafter: D, target: Decoder) -> D:
+    """``drafter`` without the tables of its own that equal the target's, which it then uses."""
+    if isinstance(drafter, Mtp):
+        return drafter
+    config, embed = drafter.config, target.embed[...]
+    head = embed if target.config.tied_embeddings else target.head[...]
+
+    def is_copy(own, table) -> bool:
+        table = table.dense() if isinstance(table, PackedWeight) else table
+        return own.dtype == table.dtype and bool(jnp.array_equal(own, table))
+
+    config = replace(
+        config,
+        own_embedding=config.own_embedding and not is_copy(drafter.embed[...], embed),
+        own_head=config.own_head and not is_copy(drafter.head[...], head),
+    )
+    if config == drafter.config:
+        return drafter
+    shape = abstract_drafter(config, drafter.fc[...].dtype, target.layout, target.backend)
+    leaves = dict(zip(parameter_paths(drafter), jax.tree.leaves(drafter), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(shape), [leaves[path] for path in parameter_paths(shape)])
+
+
+def head_owner(drafter: Drafter | Mtp | None, target: Decoder) -> Drafter | Decoder:
+    """Whose head ``drafter`` drafts with."""
+    return drafter if isinstance(drafter, Drafter) and drafter.config.own_head else target
+
+
+def shortlist(ids: jax.Array, owner: Drafter | Decoder, dtype: str) -> DraftVocabulary:
+    """The tokens ``ids`` with their rows of a head."""
+    return packed(DraftVocabulary(ids, owner.head_rows(ids), owner.backend), dtype)
+
+
 def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
     """A drafter from memory as `load_models` loads one, without its draft vocabulary.
 
@@ -236,4 +270,4 @@ def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
     is_kept = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
     leaves = [np.asarray(x).astype(DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
     placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
-    return packed(jax.tree.unflatten(jax.tree.structure(shape), placed), dtype)
+    return packed(without_copies(jax.tree.unflatten(jax.tree.structure(shape), placed), target), dtype)

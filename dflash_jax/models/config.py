@@ -300,6 +300,8 @@ class DraftConfig:
         num_target_layers: Layers of the target.
         norm_eps: Epsilon of every RMSNorm.
         max_positions: Positions of its context.
+        own_embedding: Whether it has an embedding of its own, which its tensors tell; else it uses the target's.
+        own_head: The same of its head.
         acceptance_rates: Of rounds of its block size, the share that was measured to accept draft 1, draft 2, …; None
             where there is no record. Two configs that differ only here are equal.
     """
@@ -313,6 +315,8 @@ class DraftConfig:
     num_target_layers: int
     norm_eps: float
     max_positions: int
+    own_embedding: bool = False
+    own_head: bool = False
     acceptance_rates: tuple[float, ...] | None = field(default=None, compare=False)
 
     def passes(self, block_size: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.models.cache import Cache, Record, commit_layer
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
-from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, look_up, normal
 from dflash_jax.models.moe import Moe
 from dflash_jax.models.rope import Angles, rope_angles
 from dflash_jax.ops.backend import XLA, Backend
@@ -200,9 +200,7 @@ class Decoder(nnx.Module):
 
     def embed_tokens(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         """Token ids int [B, T] → embeddings [B, T, H]."""
-        table = self.embed[...]
-        local, is_local = self.vocab.local(tokens, table.shape[0])
-        return self.vocab.sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
+        return look_up(self.embed[...], tokens, self.vocab)
 
     def _embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T H"]) -> Float[Array, "B T H"]:
         """The tokens' embeddings, which may be given in their place."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.config import DraftConfig, DraftLayerSpec
 from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, DraftWindow, Proposal, TargetHeads
-from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, look_up, normal
 from dflash_jax.models.rope import Angles, rope_angles
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, KVCache
@@ -34,7 +34,7 @@ class DraftVocabulary(nnx.Module):
 
     Attributes:
         ids: Token ids, int32 [N], ascending.
-        head: The rows of the target's head for them, [N, H].
+        head: The rows of the head for them, [N, H].
         backend: Where operations run.
     """
 
@@ -142,11 +142,14 @@ class Drafter(nnx.Module):
     Attributes:
         config: Its configuration.
         features: How the hidden size is divided over devices in ``fc``.
+        vocab: How the vocabulary is divided in ``embed`` and ``head``.
         backend: Where operations run.
         fc: Projection of the tapped features to the context, [H, taps, H].
         hidden_norm: Norm of the context.
         layers: The layers.
         norm: Final norm.
+        embed: Its own embeddings, [V, H]; absent where it uses the target's.
+        head: Its own head, [V, H]; absent where it uses the target's.
         vocabulary: The tokens that are drafted; None for all.
     """
 
@@ -160,20 +163,26 @@ class Drafter(nnx.Module):
         backend: Backend | None = None,
     ):
         self.config, self.features = config, layout.wide(config.hidden_size)
+        self.vocab = layout.wide(config.vocab_size)
         self.backend = backend or Backend.detect()
         self.fc = normal(rngs, (config.hidden_size, len(config.target_layer_ids), config.hidden_size), dtype)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout, self.backend) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
+        table = (config.vocab_size, config.hidden_size)
+        if config.own_embedding:
+            self.embed = normal(rngs, table, dtype)
+        if config.own_head:
+            self.head = normal(rngs, table, dtype)
         self.vocabulary: DraftVocabulary | None = nnx.data(None)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
-        return {"fc": (self.features,)}
+        return {"fc": (self.features,), "embed": (self.vocab,), "head": (self.vocab,)}
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
-        return {"fc": 2}
+        return {"fc": 2} | ({"head": 1} if self.config.own_head else {})
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -203,6 +212,19 @@ class Drafter(nnx.Module):
     def cache_specs(self, cache: DraftCache) -> DraftCache:
         """As `Drafting.cache_specs`."""
         return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
+
+    def heads(self, target: TargetHeads) -> TargetHeads:
+        """``target`` with the drafter's own embedding and head, where it has them, in place of the target's."""
+        if self.config.own_embedding:
+            target = replace(target, embed=lambda tokens: look_up(self.embed[...], tokens, self.vocab))
+        if self.config.own_head:
+            head = self.head[...]
+            target = replace(target, logits=lambda hidden: project(self.backend, hidden, head, dtype=jnp.float32))
+        return target
+
+    def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
+        """The own head's rows of the tokens ``ids``, as `Decoder.head_rows`."""
+        return self.head[...][ids]
 
     def context(self, features: Float[Array, "B T taps H"]) -> Float[Array, "B T H"]:
         """The context that every layer's keys and values read.
@@ -283,6 +305,7 @@ class Drafter(nnx.Module):
         window: DraftWindow = NO_WINDOW,
     ) -> Proposal:
         """As `Drafting.propose`."""
+        heads = self.heads(heads)
         masks = jnp.full((last.shape[0], size - 1), self.config.mask_token_id, last.dtype)
         embedded = heads.embed(jnp.concatenate([last[:, None], masks], axis=1))
         hidden = self.block(embedded, cache, start, block_sizes, window)

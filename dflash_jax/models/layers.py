@@ -49,6 +49,21 @@ def parameter(
     return nnx.Param(draw(rngs.params()).astype(dtype))
 
 
+def look_up(table: Float[Array, "V H"], tokens: Int[Array, "B T"], vocab: AxisSharding) -> Float[Array, "B T H"]:
+    """Embeddings of tokens.
+
+    Args:
+        table: This device's rows of the table, [V, H].
+        tokens: Token ids, int [B, T].
+        vocab: How the table is divided.
+
+    Returns:
+        [B, T, H].
+    """
+    local, is_local = vocab.local(tokens, table.shape[0])
+    return vocab.sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
+
+
 def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: DTypeLike, scale: float = 0.02) -> nnx.Param:
     """A parameter of normal random numbers with standard deviation ``scale``. Arguments as in `parameter`."""
     return parameter(rngs, shape, dtype, lambda key: scale * jax.random.normal(key, shape, dtype))

@@ -1,6 +1,5 @@
 """The drafter that is trained: fresh, or from a checkpoint; and its export as a Hugging Face directory."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from flax import nnx
 
 from dflash_jax.checkpoint.config_files import read_config_file
 from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import load_drafter, save_module
+from dflash_jax.checkpoint.load import load_drafter, open_drafter, save_module
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.models import families
@@ -249,6 +248,5 @@ def export(drafter: Drafter | Mtp, raw: dict, directory: Path) -> None:
     """
     entries = mtp.weight_names(drafter.config) if isinstance(drafter, Mtp) else dflash.weight_names(drafter.config)
     save_module(drafter, entries, raw, directory, jnp.bfloat16)
-    written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if families.read_drafter(written) != drafter.config:
+    if open_drafter(directory).config != drafter.config:
         raise AssertionError(f"{directory / 'config.json'} does not describe the drafter that was trained")

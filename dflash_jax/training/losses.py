@@ -167,18 +167,19 @@ def distance(states, teacher):
     return jnp.sum((states - teacher) ** 2, -1) / jnp.maximum(jnp.sum(teacher**2, -1), 1e-6)
 
 
-def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None) -> Sums:
+def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None, teacher_head: Head | None = None) -> Sums:
     """Loss and counts of blocks.
 
     The logits of a chunk are computed again for the gradient, so only one chunk's logits are in memory.
 
     Args:
         loss: The loss.
-        head: The target's head.
+        head: The head that the drafter drafts with.
         states: Hidden states of the predicting slots [B, A, K, H].
         labels: Token ids int [B, A, K].
         learned: Labels that count, bool [B, A, K].
         teacher: The target's hidden states that predict the labels [B, A, K, H], for losses that need them.
+        teacher_head: The target's head; None: ``head`` is.
     """
     b, a, k, _ = states.shape
     size = min(loss.chunk, a)
@@ -191,7 +192,7 @@ def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None) ->
     @jax.checkpoint
     def one(states, labels, learned, teacher):
         logits, columns = head(states, labels)
-        taught = head(teacher, labels)[0] if loss.kind != "cross-entropy" else None
+        taught = (teacher_head or head)(teacher, labels)[0] if loss.kind != "cross-entropy" else None
         losses, log_q = _losses(loss, logits, columns, taught)
         if loss.match:
             losses += loss.match * distance(states, teacher)

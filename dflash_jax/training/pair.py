@@ -1,7 +1,7 @@
 """The target that training reads from, with the ``config.json`` of its drafter, and the data as packed rows."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 
+from dflash_jax.checkpoint.files import tensor_names
+from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.families import dflash
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel.sharding import Layout
@@ -33,10 +36,12 @@ class Pair:
     Attributes:
         llm: The target, ready to decode, without a drafter.
         raw: The drafter's ``config.json``; that of the target for an MTP head.
+        tensors: Names of the tensors of the drafter that the run begins with; none of a fresh one.
     """
 
     llm: LLM
     raw: dict
+    tensors: Collection[str] = ()
 
     def rows(self, config: TrainConfig, tell: Callable[[str], None]) -> PackedRows:
         """Reads the data of ``config`` with the target's tokenizer and vision tower; see `read_rows`."""
@@ -50,7 +55,8 @@ class Pair:
     @property
     def draft(self) -> DraftConfig | MtpConfig:
         """The drafter's configuration."""
-        return families.read_drafter(self.raw)
+        config = families.read_drafter(self.raw)
+        return config if isinstance(config, MtpConfig) else dflash.with_tables(config, self.raw, self.tensors)
 
 
 def open_pair(config: TrainConfig) -> Pair:
@@ -68,7 +74,9 @@ def open_pair(config: TrainConfig) -> Pair:
         raise InputError(f"sequence_length {config.sequence_length}: the target has {most} positions")
     raw = drafters.raw_config(config, llm)
     llm.load()
-    return Pair(llm, raw)
+    if config.draft is None or config.mtp:
+        return Pair(llm, raw)
+    return Pair(llm, raw, tensor_names(resolve(config.draft, config.draft_revision, config.download_dir)))
 
 
 def read_rows(

@@ -72,16 +72,25 @@ class Recipe:
     dtype: str = "float32"
 
 
-def batch_sums(drafter: Drafter | Mtp, embed: Callable, head: Head, batch: Batch, key, recipe: Recipe) -> Sums:
+def batch_sums(
+    drafter: Drafter | Mtp,
+    embed: Callable,
+    head: Head,
+    batch: Batch,
+    key,
+    recipe: Recipe,
+    teacher_head: Head | None = None,
+) -> Sums:
     """Loss and counts of a batch that has its features.
 
     Args:
         drafter: The drafter, in the dtype of the arithmetic.
-        embed: The target's embedding, token ids → [..., H].
-        head: The target's head.
+        embed: The embedding that the drafter reads, token ids → [..., H].
+        head: The head that it drafts with.
         batch: The batch.
         key: A JAX random key for the anchors.
         recipe: The recipe.
+        teacher_head: The target's head; None: ``head`` is.
     """
     tokens, slots = batch.tokens, recipe.slots
     anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, recipe.anchors)
@@ -103,7 +112,7 @@ def batch_sums(drafter: Drafter | Mtp, embed: Callable, head: Head, batch: Batch
     # A block ends at the first slot that is not learned: decoding never reaches slots behind it.
     learned = jnp.cumprod(learned, axis=-1, dtype=jnp.int32) > 0
     teacher = at(batch.hidden, places - 1) if recipe.loss.needs_teacher else None
-    return block_loss(recipe.loss, head, states, at(tokens, places), learned, teacher)
+    return block_loss(recipe.loss, head, states, at(tokens, places), learned, teacher, teacher_head)
 
 
 def spread(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> PartitionSpec:
@@ -232,7 +241,14 @@ class Trainer:
             hidden, features = jax.lax.stop_gradient(self.features(leaves, batch.tokens, batch.starts, batch.media))
             batch = replace(batch, features=features, hidden=hidden)
         low = jax.tree.map(lambda x: x.astype(self.recipe.dtype), drafter)
-        return batch_sums(low, *self._target_heads(leaves), batch, key, self.recipe)
+        embed, teacher_head = self._target_heads(leaves)
+        head, config = teacher_head, self.config
+        # Tables of the drafter's own are trained as its other weights.
+        if isinstance(config, DraftConfig) and config.own_embedding:
+            embed = low.embed[...].__getitem__
+        if isinstance(config, DraftConfig) and config.own_head:
+            head = Head.over(self.backend, low.head[...], self.vocabulary)
+        return batch_sums(low, embed, head, batch, key, self.recipe, teacher_head)
 
     def gradients(self, drafter: Drafter | Mtp, leaves, batches: Batch, key) -> tuple:
         """Gradients over micro-batches.

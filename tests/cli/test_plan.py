@@ -144,13 +144,20 @@ def test_plan_takes_the_name_of_nvidia_smi(capsys):
 
 
 @pytest.mark.parametrize("option", ["--hf-overrides", "--json-model-override-args"])
-def test_overrides_of_the_config_are_planned(option, capsys):
+def test_overrides_of_the_config_are_planned(option, tmp_path, capsys):
     """YaRN for a longer context, as the model's card has it."""
     long = ["Qwen/Qwen3-8B", "--device", "h100", "--draft", "none", "--max-len", "131072"]
     assert "the model has 40960 positions" in refused(capsys, *long)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     code, plan = planned(capsys, *long, option, json.dumps({"rope_scaling": scaling}))
     assert (code, plan["length"]) == (0, 131072)
+    (tmp_path / "long.toml").write_text("""target = "Qwen/Qwen3-8B"
+[hf_overrides.rope_scaling]
+rope_type = "yarn"
+factor = 4.0
+original_max_position_embeddings = 32768
+""")
+    assert planned(capsys, str(tmp_path / "long.toml"), *long[1:]) == (code, plan)
     unknown = json.dumps({"rope_scaling": scaling | {"mscale": 0.7}})
     assert "has mscale" in refused(capsys, *long, option, unknown)
 

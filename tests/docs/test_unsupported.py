@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -56,7 +57,7 @@ def changed(tmp_path, part: str, **values):
 def check_message(tmp_path, load) -> None:
     with pytest.raises(InputError) as error:
         load()
-    shown = str(error.value).replace(str(tmp_path / "checkpoint"), "DIR").replace(str(tmp_path), "DIR")
+    shown = str(error.value.args[0]).replace(str(tmp_path / "checkpoint"), "DIR").replace(str(tmp_path), "DIR")
     assert f"`{shown}`" in [cells[1] for cells in rows("Checkpoints")]
 
 
@@ -85,6 +86,13 @@ def test_a_key_that_may_change_the_numbers(tmp_path, values):
 @pytest.mark.parametrize("architecture", OTHER_DRAFTERS)
 def test_a_drafter_of_another_method(tmp_path, architecture):
     directory = changed(tmp_path, "draft", architectures=[architecture])
+    check_message(tmp_path, lambda: LLM(None, directory))
+
+
+def test_a_drafter_over_a_reduced_vocabulary(tmp_path):
+    directory = changed(tmp_path, "draft")
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | {"d2t": np.zeros(512, np.int64)}, path)
     check_message(tmp_path, lambda: LLM(None, directory))
 
 
@@ -124,5 +132,5 @@ def test_every_request_of_the_page_gets_its_status_and_message(server):
 
 
 def test_every_case_of_the_page_is_run():
-    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 9
+    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 10
     assert all(re.fullmatch(r"`.+`", cells[1]) for cells in rows("Checkpoints"))

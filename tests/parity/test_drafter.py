@@ -167,9 +167,9 @@ def random_tensors(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: 1.6 * w if "q_norm" in name or "k_norm" in name else w for name, w in tensors.items()}
 
 
-def saved(raw: dict, path: Path, seed: int = 0):
-    """(drafter loaded from a checkpoint, tensors)."""
-    tensors = random_tensors(raw, seed)
+def saved(raw: dict, path: Path, seed: int = 0, more: dict | None = None):
+    """(drafter loaded from a checkpoint, tensors); ``more``: further tensors."""
+    tensors = random_tensors(raw, seed) | (more or {})
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(raw))
     return load_drafter(path), tensors
@@ -329,11 +329,24 @@ def test_an_idle_row_reaches_no_other(tmp_path):
     np.testing.assert_array_equal(dirty[others], clean[others])
 
 
-def test_propose_takes_the_tokens_of_the_reference(tmp_path):
-    """Slot k of [last, MASK …] predicts the token k positions on, with the target's embedding and head."""
+@pytest.mark.parametrize(
+    ("own", "tied"),
+    [
+        ((), False),
+        (("lm_head.weight",), False),
+        (("embed_tokens.weight",), False),
+        (("model.embed_tokens.weight", "lm_head.weight"), True),
+        (("embed_tokens.weight",), True),
+    ],
+)
+def test_propose_takes_the_tokens_of_the_reference(own, tied, tmp_path):
+    """Slot k of [last, MASK …] predicts the token k positions on, with the target's embedding and head or its own."""
     raw, window, _ = CASES["sliding_is_causal"]
-    drafter, tensors = saved(raw, tmp_path)
     rng = np.random.default_rng(5)
+    tables = {name: rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32) for name in own}
+    drafter, tensors = saved(raw | {"tie_word_embeddings": tied}, tmp_path, more=tables)
+    assert drafter.config.own_embedding == any("embed" in name for name in own)
+    assert drafter.config.own_head == ("lm_head.weight" in own or (tied and bool(own)))
     table = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
     head = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
     features = rng.standard_normal((SLOTS, CAPACITY, TAPS, HIDDEN)).astype(np.float32)
@@ -350,6 +363,8 @@ def test_propose_takes_the_tokens_of_the_reference(tmp_path):
     assert got.shape == (SLOTS, SLOTS - 1)
     np.testing.assert_array_equal(got // 1000, LENGTHS[:, None] + np.arange(1, SLOTS))
     got = got % 1000
+    table = next((own for name, own in tables.items() if "embed" in name), table)
+    head = tables.get("lm_head.weight", table if tied and own else head)
     tokens = np.concatenate([last[:, None], np.full((SLOTS, SLOTS - 1), 51)], axis=1)
     compared = 0
     for row, hidden in enumerate(reference_rows(raw, tensors, features, LENGTHS, WIDTHS, table[tokens], window)):

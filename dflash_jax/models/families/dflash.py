@@ -1,6 +1,7 @@
 """DFlash drafters: every published layout of their ``config.json``, and their weight names."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeGuard
 
@@ -20,6 +21,8 @@ from dflash_jax.models.families.tables import attention_entries, mlp_entries
 
 # Classes with DFlash's tensors and mathematics: z-lab's, NeMo Automodel's and vLLM's.
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashQwen3ForCausalLM")
+# Tensors of an embedding and a head of the drafter's own.
+EMBEDDINGS, HEAD = ("embed_tokens.weight", "model.embed_tokens.weight"), "lm_head.weight"
 # Keys of ``dflash_config`` that are supported. JetSpec's drafters differ from DFlash's in ``causal_head`` only.
 KEYS = (
     *("block_size", "mask_token_id", "num_target_layers", "target_layer_ids", "target_hidden_size"),
@@ -228,19 +231,29 @@ def read_config(raw: dict) -> DraftConfig:
     return config
 
 
-def is_skipped(name: str) -> bool:
-    """Whether a tensor is ignored: drafters use the target's embedding and head, and some checkpoints carry copies."""
-    return name in ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")
+def with_tables(config: DraftConfig, raw: dict, names: Collection[str]) -> DraftConfig:
+    """``config`` with the embedding and the head that the tensors ``names`` of its checkpoint are.
+
+    A head that is tied to an embedding of the drafter's own is that table.
+    """
+    embedding = any(name in names for name in EMBEDDINGS)
+    head = HEAD in names or (embedding and Raw(raw).flag("tie_word_embeddings"))
+    return replace(config, own_embedding=embedding, own_head=head)
 
 
 def weight_names(config: DraftConfig, names: Collection[str] = ()) -> list[Entry]:
-    """The table of a drafter's parameters and tensors; ``names`` is unused, since there is one layout."""
+    """The table of a drafter's parameters for a checkpoint with the tensors ``names`` (default: as it is written)."""
     hidden, taps = config.hidden_size, len(config.target_layer_ids)
+    table, embedding = (config.vocab_size, hidden), next((n for n in EMBEDDINGS if n in names), EMBEDDINGS[0])
     entries = [
         Entry("fc", (hidden, taps, hidden), (Tensor("fc.weight", (hidden, taps * hidden)),)),
         same("hidden_norm.weight", (hidden,), "hidden_norm.weight"),
         same("norm.weight", (hidden,), "norm.weight"),
     ]
+    if config.own_embedding:
+        entries.append(same("embed", table, embedding))
+    if config.own_head:
+        entries.append(same("head", table, HEAD if HEAD in names or not names else embedding))
     for i, spec in enumerate(config.layers):
         at = f"layers.{i}."
         entries.append(same(f"{at}input_norm.weight", (hidden,), f"{at}input_layernorm.weight"))

@@ -57,6 +57,7 @@ _NAMES = """
     no_repeat_ngram_size bad_words_ids encoder_no_repeat_ngram_size num_return_sequences output_scores
     return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens is_llama_config attn_implementation transformers.js_config neftune_noise_alpha
+    gradient_checkpointing model_max_length max_sequence_length seq_length
 """
 WITHOUT_EFFECT = frozenset(_NAMES.split())
 # Keys that no model here supports, and their values without effect.

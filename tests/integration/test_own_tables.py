@@ -1,0 +1,182 @@
+"""Drafters with an embedding and a head of their own: text, copies of the target's tables, shortlists, memory."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.checkpoint import orbax
+from dflash_jax.checkpoint.load import load_drafter, open_any
+from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.parallel.sharding import ONE_DEVICE
+from dflash_jax.planner import make_plan, read_shapes
+from dflash_jax.training.drafters import export
+from dflash_jax.training.losses import Head, Loss
+from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.pair import Pair
+from dflash_jax.training.step import Batch, Recipe, Trainer, batch_sums
+from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
+
+PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
+PARAMS = [
+    SamplingParams(temperature=0, ignore_eos=True, max_tokens=40),
+    SamplingParams(temperature=0.9, seed=4, ignore_eos=True, max_tokens=40, frequency_penalty=0.3, top_p=0.9),
+]
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def with_tables(path, **tables):
+    """The bundled drafter with further tensors, at ``path``."""
+    directory = shutil.copytree(TINY / "draft", path)
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | tables, file)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """The bundled target's embedding and head."""
+    tensors = load_file(TINY / "target" / "model.safetensors")
+    embedding = next(array for name, array in tensors.items() if name.endswith(EMBEDDING))
+    return {EMBEDDING: embedding, HEAD: tensors.get(HEAD, embedding)}
+
+
+@pytest.fixture(scope="module")
+def own(tables, tmp_path_factory):
+    """The bundled drafter with other tables: the target's, moved by noise of a third of their size."""
+    rng = np.random.default_rng(0)
+    moved = {}
+    for name, table in tables.items():
+        table = table.astype(np.float32)
+        moved[name] = (table + rng.normal(0, table.std() / 3, table.shape)).astype(ml_dtypes.bfloat16)
+    return with_tables(tmp_path_factory.mktemp("own") / "draft", **moved)
+
+
+def answers(llm):
+    return [(c.token_ids, c.acceptance_lengths) for c in llm.generate(PROMPTS, PARAMS, block_size=8)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return answers(LLM())
+
+
+def test_the_text_is_the_targets_whatever_tables_draft(whole, own):
+    llm = LLM(None, own)
+    assert (llm.drafter.config.own_embedding, llm.drafter.config.own_head) == (True, True)
+    found = answers(llm)
+    assert [ids for ids, _ in found] == [ids for ids, _ in whole]
+    # They draft: other tokens than the target's tables, and by no means none of the right ones.
+    rounds = [sum(len(lengths) for _, lengths in each) for each in (whole, found)]
+    assert rounds[0] < rounds[1] < sum(len(ids) for ids, _ in whole)
+
+
+def test_tables_that_equal_the_targets_are_the_targets(whole, tables, own, tmp_path):
+    plain, copies = LLM(), LLM(None, with_tables(tmp_path / "copies", **tables))
+    assert not copies.drafter.config.own_embedding
+    assert not copies.drafter.config.own_head
+    assert copies.loaded_bytes == plain.loaded_bytes < LLM(None, own).loaded_bytes
+    assert answers(copies) == whole
+    half = LLM(None, with_tables(tmp_path / "half", **{HEAD: tables[HEAD], EMBEDDING: 2 * tables[EMBEDDING]}))
+    assert (half.drafter.config.own_embedding, half.drafter.config.own_head) == (True, False)
+    assert not plain.with_drafter(load_drafter(tmp_path / "copies")).drafter.config.own_head
+
+
+def test_a_shortlist_has_rows_of_the_head_that_drafts(own, tmp_path):
+    (tmp_path / "ids.json").write_text(json.dumps([3, 5, 9]))
+    rows = {
+        "own": load_file(own / "model.safetensors")[HEAD][[3, 5, 9]],
+        "target": np.asarray(LLM().target.head_rows(jnp.asarray([3, 5, 9]))),
+    }
+
+    def assert_rows(llm, of: str) -> None:
+        head = llm.drafter.vocabulary.head[...]
+        head = np.asarray(head.dense() if hasattr(head, "dense") else head)
+        np.testing.assert_array_equal(head, rows[of].astype(head.dtype))
+
+    mine, other = (LLM(None, draft, draft_tokens=tmp_path / "ids.json") for draft in (own, TINY / "draft"))
+    assert_rows(mine, "own")
+    assert_rows(other, "target")
+    assert_rows(other.with_drafter(mine.drafter), "own")
+    assert_rows(mine.with_drafter(other.drafter), "target")
+
+
+def test_the_plan_counts_the_tables(own):
+    options = {"dtype": jnp.bfloat16, "slots": 1, "max_len": 1024, "context": 512, "acceptance_length": 3, "block": 8}
+    plans = [
+        make_plan(read_shapes(str(TINY / "target"), str(draft)), ONE_DEVICE, DEVICES["h100"], **options)
+        for draft in (TINY / "draft", own)
+    ]
+    parameters, sizes = ([plan[key] for plan in plans] for key in ("parameters", "bytes_per_device"))
+    assert parameters[1]["drafter"] - parameters[0]["drafter"] == 2 * 512 * 192
+    assert sizes[1]["drafter"] - sizes[0]["drafter"] == 2 * 2 * 512 * 192
+    # One head is read for the drafts, the drafter's or the target's.
+    assert plans[0]["floor_tokens_per_s"] == pytest.approx(plans[1]["floor_tokens_per_s"])
+
+
+def assert_same(found, expected) -> None:
+    assert found.config == expected.config
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_tables_go_through_orbax_and_export(own, tmp_path):
+    opened, module = open_any(own)
+    options = {"dtype": None, "quantize": None}
+    orbax.convert(opened, module, own, tmp_path / "orbax", ONE_DEVICE, options, lambda todo: todo)
+    assert_same(load_drafter(tmp_path / "orbax"), load_drafter(own))
+    raw = json.loads((own / "config.json").read_text())
+    export(load_drafter(own), raw, tmp_path / "exported")
+    assert_same(load_drafter(tmp_path / "exported"), load_drafter(own))
+    tensors = load_file(tmp_path / "exported" / "model.safetensors")
+    assert Pair(LLM(None, None), raw, tensors).draft == load_drafter(own).config
+
+
+@pytest.mark.parametrize("name", ["d2t", "t2d", "markov_head.markov_w1.weight"])
+def test_tensors_of_a_reduced_vocabulary_and_of_other_methods_are_refused(name, tmp_path):
+    with pytest.raises(InputError, match=f"unexpected '{name}'"):
+        load_drafter(with_tables(tmp_path / "draft", **{name: np.zeros(8, np.float32)}))
+
+
+def test_a_head_of_fewer_tokens_is_refused(tables, tmp_path):
+    with pytest.raises(InputError, match=r"'lm_head.weight' has shape \[300, 192\], it must be \[512, 192\]"):
+        load_drafter(with_tables(tmp_path / "draft", **{HEAD: tables[HEAD][:300]}))
+
+
+def test_training_drafts_with_the_drafters_tables_and_is_taught_by_the_targets():
+    target = random_decoder(tiny_config("da"))
+    config = replace(tiny_draft_config(target.config, windows=(None,)), own_embedding=True, own_head=True)
+    drafter, key = random_drafter(config), jax.random.key(0)
+    tokens = jax.random.randint(key, (2, 24), 0, target.config.vocab_size)
+    rows = jnp.ones((2, 24), bool), jnp.zeros((2, 24), jnp.int32)
+    trainer = Trainer(target, config, Recipe(Loss("hybrid", chunk=4), 4, 8), optimiser(1e-3, 1))
+
+    @jax.jit
+    def both(drafter, leaves):
+        hidden, features = trainer.features(leaves, tokens, rows[1])
+        batch = Batch(tokens, *rows, features, hidden)
+        heads = [Head.over(target.backend, owner.head[...]) for owner in (target, drafter)]
+        restated = [
+            batch_sums(drafter, embed, head, batch, key, trainer.recipe, teacher).loss
+            for embed in (target.embed_tokens, lambda ids: drafter.embed[...][ids])
+            for head in heads
+            for teacher in heads
+        ]
+        grads = jax.grad(lambda d: trainer.sums(d, leaves, batch, key).loss)(drafter)
+        return trainer.sums(drafter, leaves, batch, key).loss, jnp.stack(restated), grads
+
+    found, restated, grads = both(drafter, trainer.leaves)
+    # The drafter's embedding and head, and the target's head as the teacher's.
+    assert float(found) == pytest.approx(float(restated[6]), rel=1e-6)
+    assert len(set(np.round(restated, 3).tolist())) == 8
+    assert np.any(grads.embed[...])
+    assert np.any(grads.head[...])
