@@ -166,7 +166,7 @@ class Raw(dict):
 
         Args:
             name: Key → its name in messages.
-            same: Another part of the config, which repeats of its keys may be found here.
+            same: Another part of the config, whose keys may be repeated here with their values.
 
         Raises:
             InputError: A key may change the numbers.
