@@ -1,5 +1,6 @@
 """Search for what ends a text: stop strings, and regular expressions that run in linear time."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,79 @@ class Stop:
     matched: str
 
 
+class StopStrings:
+    """Follows a text through the stop strings, character by character, as Aho and Corasick's automaton does.
+
+    What a character costs depends neither on the number of strings nor on their lengths. A state is the longest end of
+    the text that begins a stop string. States and steps are made when a text first comes to them, so that strings which
+    no text resembles cost nothing.
+
+    Args:
+        strings: The stop strings, none of them empty.
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        self._whole = frozenset(strings)
+        self._strings = sorted(self._whole)
+        self._longest = max(map(len, self._strings), default=0)
+        # The state after a state and a character. Of each state: characters of the longest stop string that ends
+        # there, and of the longest end that a stop string may go on from.
+        self._steps: dict[tuple[str, str], str] = {}
+        self._states: dict[str, tuple[int, int]] = {"": (0, 0)}
+        # The state, and characters of the text before it.
+        self._state, self._at = "", 0
+
+    def first(self, text: str, at: int) -> tuple[int, int] | None:
+        """(start, end) of the match that begins first of those that end after ``at``, the shortest of them."""
+        self._follow(text, at)
+        return self._follow(text, len(text))
+
+    def held_back(self, text: str) -> int:
+        """Characters at the end of ``text`` that a stop string begins with and goes on after."""
+        self._follow(text, len(text))
+        return self._states[self._state][1]
+
+    def _follow(self, text: str, end: int) -> tuple[int, int] | None:
+        """Goes to the first ``end`` characters of ``text``.
+
+        Returns:
+            (start, end) of the first and shortest match on the way; None where there is none.
+        """
+        if self._at > end:
+            # Back, as far as a string reaches before it.
+            self._state, self._at = "", max(0, end - self._longest)
+        state, steps, states, found = self._state, self._steps, self._states, None
+        for place, character in enumerate(text[self._at : end], self._at + 1):
+            key = state, character
+            if key not in steps:
+                steps[key] = self._add(state + character)
+            state = steps[key]
+            if length := states[state][0]:
+                span = place - length, place
+                found = span if found is None else min(found, span)
+        self._state, self._at = state, end
+        return found
+
+    def _add(self, text: str) -> str:
+        """The state of a text that is a state and a character, known from now on."""
+        while text not in self._whole and not self._goes_on(text):
+            text = text[1:]
+        if text not in self._states:
+            ended = max((len(string) for string in self._strings if text.endswith(string)), default=0)
+            held = text
+            while not self._goes_on(held):
+                held = held[1:]
+            self._states[text] = ended, len(held)
+        return text
+
+    def _goes_on(self, text: str) -> bool:
+        """Whether a stop string begins with ``text`` and is longer."""
+        place = bisect_right(self._strings, text)
+        return place < len(self._strings) and self._strings[place].startswith(text)
+
+
 class StopFinder:
-    """Finds the first stop in text that grows.
+    """Finds the first stop in one text that grows.
 
     A match of an expression is found if it begins at most `REGEX_WINDOW` characters before the text that completes it.
     Of its matches the one that ends first counts, as if the text came character by character. Of several stops that
@@ -45,7 +117,7 @@ class StopFinder:
     """
 
     def __init__(self, strings: Sequence[str], expressions: Sequence[str]):
-        self._strings = tuple(strings)
+        self._strings = StopStrings(strings) if strings else None
         self._expressions = [(each, _compiled(each)) for each in expressions]
         size = sum(compiled.programsize + compiled.reverseprogramsize for _, compiled in self._expressions)
         if size > 2 * _MOST_INSTRUCTIONS:
@@ -65,9 +137,8 @@ class StopFinder:
             floor: Matches of expressions begin here or later.
         """
         stops = []
-        for string in self._strings:
-            if (start := text.find(string, max(0, at + 1 - len(string)))) >= 0:
-                stops.append(Stop(start, start + len(string), string))
+        if self._strings is not None and (span := self._strings.first(text, at)) is not None:
+            stops.append(Stop(*span, text[slice(*span)]))
         begin = max(floor, at - REGEX_WINDOW)
         # The character before it decides about ^ and \b.
         window = max(0, begin - 1)
@@ -78,8 +149,7 @@ class StopFinder:
 
     def held_back(self, text: str) -> int:
         """Characters at the end of ``text`` that may be the beginning of a stop."""
-        lengths = ((s, n) for s in self._strings for n in range(1, min(len(s), len(text) + 1)))
-        longest = max((n for s, n in lengths if text.endswith(s[:n])), default=0)
+        longest = 0 if self._strings is None else self._strings.held_back(text)
         return max(longest, REGEX_HELD) if self._expressions else longest
 
 
