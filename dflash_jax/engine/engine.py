@@ -141,11 +141,26 @@ class Engine:
         r = request
         self.limits.check(r.prompt, r.params, r.block_size, r.stops, r.prompt_logprobs)
 
-    def check_queue(self, pending: int = 0) -> None:
-        """Raises QueueFullError where no further request may wait; ``pending``: requests about to be submitted."""
-        limit, waiting = self.config.max_queue, self.waiting + pending
-        if limit is not None and waiting >= limit + self.free_slots:
-            raise QueueFullError(f"{waiting} requests are waiting: {limit} may")
+    def check_queue(self, unfinished: int, new: int = 1) -> None:
+        """Checks that further requests may wait: all that have not ended have a slot or a place in the queue.
+
+        Args:
+            unfinished: Requests that have not ended.
+            new: Further ones.
+
+        Raises:
+            InputError: There are never so many places.
+            QueueFullError: There are not as many now.
+        """
+        if self.config.max_queue is None:
+            return
+        places = self.config.max_queue + self.runner.slots
+        if new > places:
+            slots = f"{self.runner.slots} slots and {self.config.max_queue} places in the queue"
+            raise InputError(f"{new} sequences at once do not fit into {slots}: at most {places} do")
+        if unfinished + new > places:
+            waiting = max(0, unfinished - self.runner.slots)
+            raise QueueFullError(f"{waiting} requests are waiting: {self.config.max_queue} may")
 
     def submit(self, request: Request) -> None:
         """Queues a request. One that has tokens already goes on behind them.
@@ -158,7 +173,7 @@ class Engine:
         if self.failure is not None:
             raise UnavailableError(self.failure)
         self.check(request)
-        self.check_queue()
+        self.check_queue(len(self._live))
         request.resumed = len(request.tokens)
         if request.tokens and request.mask is not None:
             self._results.advance_mask(request, request.tokens)

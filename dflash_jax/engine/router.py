@@ -10,7 +10,10 @@ Receive = Callable[[Message], None]
 
 
 class EventRouter:
-    """Delivers events and errors to the receivers of their requests; those without a receiver are dropped."""
+    """Delivers events and errors to the receivers of their requests; those without a receiver are dropped.
+
+    A request has a receiver until its last message is on its way, however late that is read.
+    """
 
     def __init__(self):
         self._receivers: dict[Request, tuple[Receive, asyncio.AbstractEventLoop | None]] = {}
@@ -36,6 +39,8 @@ class EventRouter:
         by_loop: dict = {}
         for request, message in messages:
             if (entry := self._receivers.get(request)) is not None:
+                if isinstance(message, Exception) or message.finish_reason is not None:
+                    self.remove(request)
                 receive, loop = entry
                 by_loop.setdefault(loop, []).append((receive, message))
         for loop, deliveries in by_loop.items():

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -120,19 +120,28 @@ class AsyncEngine:
             UnavailableError: The engine has failed or was stopped.
         """
         try:
-            self._check(request)
+            self.check([request])
         except Exception:
             request.close()
             raise
         return self._events(request)
 
-    def _check(self, request: Request) -> None:
-        self.engine.check(request)
+    def check(self, requests: Sequence[Request]) -> None:
+        """Checks that requests can be submitted now, all of them.
+
+        Raises:
+            InputError: One can never run, or they are more than may ever wait.
+            QueueFullError: The queue has not as many places now.
+            UnavailableError: The engine has failed or was stopped.
+        """
+        for request in requests:
+            self.engine.check(request)
         if self.engine.failure is not None:
             raise UnavailableError(self.engine.failure)
         if self._stopping or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
-        self.engine.check_queue(sum(function == self._submit for function, _ in list(self._commands)))
+        # Those that somebody waits for, wherever they are: a command of theirs may wait for the end of a long step.
+        self.engine.check_queue(len(self._router), len(requests))
 
     async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
         inbox: asyncio.Queue = asyncio.Queue()
@@ -165,7 +174,7 @@ class AsyncEngine:
 
     @property
     def open_requests(self) -> int:
-        """Requests whose events a consumer waits for."""
+        """Requests that have not ended, and whose events a consumer waits for."""
         return len(self._router)
 
     @property

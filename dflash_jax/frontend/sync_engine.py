@@ -65,12 +65,10 @@ class SyncEngine:
     def _receive(self, sequence: TextSequence, message: Message) -> None:
         if isinstance(message, Exception):
             sequence.fail(message)
-        else:
-            sequence.take(message)
-            if not message.finish_reason:
-                return
+            return
+        sequence.take(message)
+        if message.finish_reason:
             sequence.compile_s = self._maker.compile_s - sequence.compile_s
-        self._router.remove(sequence.request)
 
     def _engine_for(self, sequences: Sequence[TextSequence], programs: Executables) -> Engine:
         """An engine with enough positions and, up to the limit, slots. Requests of a smaller one are finished first."""

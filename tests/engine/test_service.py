@@ -168,6 +168,62 @@ def test_refusals_come_before_any_event():
     run(main())
 
 
+def test_who_left_or_has_all_of_its_answer_takes_no_place():
+    """Whatever the engine's thread is busy with, and however late an answer is read."""
+
+    async def main():
+        running, gate, is_held = AsyncEngine(engine(slots=1, max_queue=0)).start(), threading.Event(), threading.Event()
+        device = running.engine.runner
+
+        def read(*args, original=device.read):
+            is_held.set()
+            gate.wait()
+            return original(*args)
+
+        device.read = read
+        left = running.submit(request([1], 40))
+        reading = asyncio.ensure_future(anext(left))
+        await asyncio.to_thread(is_held.wait)
+        with pytest.raises(QueueFullError):
+            running.submit(request([2], 5))
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await left.aclose()
+        unread = running.submit(request([3], 5))
+        reading = asyncio.ensure_future(anext(unread))
+        await asyncio.sleep(0)
+        gate.set()
+        await reading
+        while running.open_requests:
+            await asyncio.sleep(0)
+        # Its last event waits.
+        assert await collect(running, request([4], 5)) == expected([4], 5)
+        tokens = [*reading.result().tokens, *[t async for event in unread for t in event.tokens]]
+        assert tokens == expected([3], 5)
+        await asyncio.to_thread(running.stop)
+
+    run(main())
+
+
+def test_several_requests_have_places_all_or_none():
+    async def main():
+        running = AsyncEngine(slow(slots=2, max_queue=3)).start()
+        with pytest.raises(InputError, match="6 sequences at once do not fit into 2 slots and 3 places in the queue"):
+            running.check([request([i + 1]) for i in range(6)])
+        running.check([request([i + 1]) for i in range(5)])
+        endless = asyncio.create_task(collect(running, request([7], ENDLESS)))
+        await asyncio.sleep(0)
+        running.check([request([i + 1]) for i in range(4)])
+        with pytest.raises(QueueFullError):
+            running.check([request([i + 1]) for i in range(5)])
+        endless.cancel()
+        await asyncio.gather(endless, return_exceptions=True)
+        running.check([request([i + 1]) for i in range(5)])
+        await asyncio.to_thread(running.stop)
+
+    run(main())
+
+
 def test_stopping_lets_what_runs_end_within_its_limit():
     async def main():
         running = AsyncEngine(engine(slots=2)).start()
