@@ -137,6 +137,7 @@ def assemble(args, llm):
     )
     running = AsyncEngine(engine, restarts=int(args.restart_on_failure))
     options = {"response_store": ResponseStore(args.response_store), "stream_interval": args.stream_interval}
+    options["keep_alive_s"] = args.sse_keep_alive_interval
     return Serving(llm, running, names, limits, info=info, additions=args.additions, **options)
 
 

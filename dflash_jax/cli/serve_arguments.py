@@ -152,6 +152,8 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--stream-interval", type=int, default=1, metavar="N", help="tokens between events of a stream (default: 1)"
     )
+    text = "of a stream without an event, after which a comment says that it goes on; 0: none (default: %(default)s)"
+    load.add_argument("--sse-keep-alive-interval", type=float, default=15.0, metavar="SECONDS", help=text)
     load.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="of a token (default and most: 20)")
     load.add_argument("--prefix-bytes", type=int, metavar="N", help="memory for known prefixes (default: a twentieth)")
     load.add_argument(
@@ -228,6 +230,11 @@ def add_answers(p: argparse.ArgumentParser) -> None:
         help="times of a request in its answer, as vLLM's metrics",
     )
     answers.add_argument(
+        "--incremental-streaming-output",
+        action=argparse.BooleanOptionalAction,
+        help="each event of a streamed /generate has what is new, log-probabilities with it",
+    )
+    answers.add_argument(
         "--return-tokens-as-token-ids",
         action=argparse.BooleanOptionalAction,
         help='log-probabilities name tokens "token_id:N" where the request does not say how',
@@ -284,6 +291,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
     leasts |= {
         "max_total_tokens": 1,
         "stream_interval": 1,
+        "sse_keep_alive_interval": 0,
         "max_log_len": 1,
         "max_media_body": 1,
         "media_cache_bytes": 0,
@@ -329,6 +337,7 @@ def additions_of(args) -> Additions:
         usage,
         bool(args.enable_per_request_metrics),
         bool(args.return_tokens_as_token_ids),
+        bool(args.incremental_streaming_output),
         bool(args.enable_request_id_headers),
     )
 

@@ -15,10 +15,11 @@ from yarl import URL
 
 from dflash_jax.cluster.member import INTERNAL_HEADERS, RUN_HEADER, SECRET_HEADER, RunHeader
 from dflash_jax.cluster.routing import LOOK_S, Beginning, Replica, Replicas, beginnings_of
+from dflash_jax.server import messages, responses
 from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
 from dflash_jax.server.request_scope import until_gone
-from dflash_jax.server.resume import COMMENT, END, LOST, RECORD, REPLAYED
-from dflash_jax.server.stream import DONE, frame
+from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED
+from dflash_jax.server.stream import DONE, KEEP_ALIVE, error_frame
 
 log = logging.getLogger("dflash_jax.cluster")
 
@@ -29,6 +30,8 @@ ABORTS = 16
 # Answers of a replica that cannot serve: another one may.
 SERVICE_UNAVAILABLE, TOO_MANY_REQUESTS = 503, 429
 RETRIED = (500, SERVICE_UNAVAILABLE)
+# What a replica's stream says while nothing comes.
+IDLE = (KEEP_ALIVE, messages.PING)
 # Headers of one connection, not of the request or the answer, and those that every server adds.
 HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect")
@@ -274,7 +277,7 @@ class Relay:
                 elif event + END == LOST:
                     self._link.replicas.leave(replica.name)
                     raise LostError("its engine has failed")
-                elif event.startswith(COMMENT) and b"\n" not in event:
+                elif event + END in IDLE:
                     # It only keeps the connection. It belongs to no piece, and is not repeated.
                     await self._send({"type": "http.response.body", "body": event + END, "more_body": True})
                 else:
@@ -317,12 +320,11 @@ class Relay:
             return
         error, path = ApiError(500, message), self._scope["path"]
         if path == "/v1/responses":
-            value = {"type": "error", "code": "server_error", "message": message, "param": None}
-            last = frame(value | {"sequence_number": self._events}, "error")
-        elif path == "/v1/messages":
-            last = frame(error.body_for(path), "error")
+            last = responses.error_frame(error, self._events)
+        elif path == messages.PATH:
+            last = messages.error_frame(error)
         else:
-            last = frame(error.body) + DONE
+            last = error_frame(error) + DONE
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 

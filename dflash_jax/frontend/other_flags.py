@@ -299,7 +299,7 @@ REFUSED = (
         --aux-hidden-state-capture= --return-aux-hidden-state-layer-ids+= --enable-return-routed-experts
         --enable-return-indexer-topk --sampling-mask-max-tokens=4096 --weight-version=default --return-input-ids
         --return-output-ids --strip-thinking-cache --enable-strict-thinking --allow-auto-truncate
-        --incremental-streaming-output --enable-streaming-session
+        --enable-streaming-session
         --constrained-json-whitespace-pattern= --constrained-json-disable-any-whitespace
         --constrained-json-max-whitespace-cnt= --return-sampling-mask --logprobs-mode=raw_logprobs
         --per-request-spec-decode-metrics=none --structured-outputs-config={}
@@ -331,7 +331,7 @@ REFUSED = (
         --smg-http-sidecar-port/--grpc-http-sidecar-port= --smg-grpc-mode --grpc-mode --grpc-port=
         --grpc-response-timeout-secs=300 --grpc-worker-threads= --enable-http2 --http2-max-concurrent-streams=200
         --http2-initial-connection-window-size=1048576 --enable-ssl-refresh --admin-api-key= --file-storage-path=
-        --sse-keep-alive-interval=0 --ssl-ciphers=TLSv1
+        --ssl-ciphers=TLSv1
         --disable-fastapi-docs
         --h11-max-incomplete-event-size=4194304 --h11-max-header-count=256 --grpc
         """,

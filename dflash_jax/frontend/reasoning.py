@@ -1,17 +1,35 @@
 """Splits reasoning from the answer, in text that is still arriving."""
 
+from collections import deque
 from collections.abc import Sequence
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-def count_tokens(ids: Sequence[int], close: Sequence[int]) -> int:
-    """Tokens of the reasoning at the beginning of a text, with its closing tag ``close``.
+class ThoughtTokens:
+    """Counts the tokens of the reasoning at the beginning of a text, with its closing tag.
 
     Without a closing tag, all tokens count.
+
+    Args:
+        close: Token ids of the closing tag.
+
+    Attributes:
+        count: The tokens so far.
     """
-    ends = (i + len(close) for i in range(len(ids)) if tuple(ids[i : i + len(close)]) == tuple(close))
-    return next(ends, len(ids))
+
+    def __init__(self, close: Sequence[int]):
+        self.count, self._is_open = 0, True
+        self._close, self._last = list(close), deque[int](maxlen=len(close))
+
+    def take(self, ids: Sequence[int]) -> None:
+        """Counts the next tokens of the text."""
+        for token in ids:
+            if not self._is_open:
+                return
+            self.count += 1
+            self._last.append(token)
+            self._is_open = list(self._last) != self._close
 
 
 def open_thought(ids: Sequence[int], open_ids: Sequence[int], close_ids: Sequence[int]) -> int | None:

@@ -39,17 +39,21 @@ class Piece:
     finish_reason: str | None = None
     proposals: list[list[int]] | None = None
 
-    def joined(self, later: "Piece") -> "Piece":
-        """This piece and the one behind it as one."""
+    def joined(self, *later: "Piece") -> "Piece":
+        """This piece and those after it as one."""
+        pieces, ends, at = (self, *later), [], 0
+        for piece in pieces:
+            ends += [at + end for end in piece.ends]
+            at += len(piece.text)
         return Piece(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.acceptance_lengths + later.acceptance_lengths,
-            self.ends + [len(self.text) + end for end in later.ends],
-            self.starts + later.starts,
-            None if self.logprobs is None else self.logprobs + (later.logprobs or []),
-            later.finish_reason,
-            None if self.proposals is None else self.proposals + (later.proposals or []),
+            "".join(piece.text for piece in pieces),
+            [token for piece in pieces for token in piece.token_ids],
+            [count for piece in pieces for count in piece.acceptance_lengths],
+            ends,
+            [start for piece in pieces for start in piece.starts],
+            None if self.logprobs is None else [entry for piece in pieces for entry in piece.logprobs or ()],
+            pieces[-1].finish_reason,
+            None if self.proposals is None else [drafts for piece in pieces for drafts in piece.proposals or ()],
         )
 
     @property

@@ -15,12 +15,14 @@ class Additions:
         stream_usage: Where a stream has its usage, beside what the request asks for: in a chunk at its end, or in each.
         metrics: Whether answers of one sequence have its times, as `answers.request_metrics`.
         tokens_as_ids: Whether log-probabilities name tokens "token_id:N" where the request does not choose.
+        incremental: Whether each event of /generate has what is new in place of all text and tokens so far.
         request_ids: Whether every answer has the header X-Request-Id, with a fresh id where the request has none.
     """
 
     stream_usage: Literal["as asked", "at the end", "always"] = "as asked"
     metrics: bool = False
     tokens_as_ids: bool = False
+    incremental: bool = False
     request_ids: bool = False
 
     def stream_options(self, given: "StreamOptions") -> "StreamOptions":

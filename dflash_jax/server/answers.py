@@ -1,7 +1,7 @@
 """Parts that answers of several endpoints share: usage, times, log-probabilities."""
 
 from collections.abc import Sequence
-from math import isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -11,70 +11,117 @@ from dflash_jax.server.metrics import MEDIA_STEPS
 IMPOSSIBLE = -9999.0
 
 
-def usage(
-    sequences: Sequence[TextSequence],
-    choices: int,
-    reasoning_tokens: int = 0,
-    new: Sequence[TextSequence] | None = None,
-) -> dict:
-    """Token counts of a request.
+class Totals:
+    """Token counts and times of a request's sequences while these grow.
 
-    Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is the number of drafted
-    blocks.
+    `take` counts what one sequence has got since it was last counted, at a cost that depends neither on the number of
+    sequences nor on their lengths.
 
     Args:
         sequences: All sequences; choices of one prompt are neighbours.
         choices: Sequences of each prompt.
-        reasoning_tokens: Tokens of reasoning among the new ones.
-        new: Sequences whose new tokens count; None: all.
+        is_new: Whether new tokens count. With max_tokens 0, the engine's one token is left out.
     """
-    prompt = sum(len(r.request.prompt) for r in sequences[::choices])
-    cached = sum(r.request.cached for r in sequences[::choices])
-    new = sequences if new is None else new
-    count = sum(r.num_tokens for r in new)
-    drafts, drafted = sum(r.drafts for r in new), sum(r.draft_tokens for r in new)
-    accepted = sum(n - 1 for r in new for n in r.yielded)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": count,
-        "total_tokens": prompt + count,
-        # SGLang's clients read this field.
-        "reasoning_tokens": reasoning_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {
+
+    def __init__(self, sequences: Sequence[TextSequence], choices: int, is_new: bool = True):
+        self._sequences, self._choices, self._is_new = sequences, choices, is_new
+        self._prompt_tokens = sum(len(r.request.prompt) for r in sequences[::choices])
+        self._cached: dict[int, int] = {}
+        # Of each sequence, as counted so far: tokens, rounds, rounds with drafts, drafted tokens; and their sums.
+        self._counted = [(0, 0, 0, 0)] * len(sequences)
+        self._sums, self._cached_tokens = (0, 0, 0, 0), 0
+        # The first sequence with a token, and how many have one and have ended; when a prompt was first in the caches,
+        # and when a sequence ended last.
+        self._first: int | None = None
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        self._ready, self._finished = inf, -inf
+
+    def take_prompt(self, i: int) -> None:
+        """Counts what the prefix cache had of the prompt of the sequence ``i``."""
+        place = i - i % self._choices
+        cached = self._sequences[place].request.cached
+        self._cached_tokens += cached - self._cached.get(place, 0)
+        self._cached[place] = cached
+
+    def take(self, i: int) -> None:
+        """Counts what the sequence ``i`` has got."""
+        self.take_prompt(i)
+        sequence = self._sequences[i]
+        now = (sequence.num_tokens, len(sequence.yielded), sequence.drafts, sequence.draft_tokens)
+        tokens, rounds, drafts, drafted = (
+            total + new - old for total, new, old in zip(self._sums, now, self._counted[i], strict=True)
+        )
+        self._sums, self._counted[i] = (tokens, rounds, drafts, drafted), now
+        times = sequence.request.times
+        if not times.is_submitted or isnan(times.first_token):
+            return
+        if i not in self._begun:
+            self._begun.add(i)
+            self._first = i if self._first is None else min(i, self._first)
+            self._ready = min(self._ready, times.ready)
+        if not isnan(times.finished):
+            self._ended.add(i)
+            self._finished = max(self._finished, times.finished)
+
+    def usage(self, reasoning_tokens: int = 0) -> dict:
+        """Token counts of the request.
+
+        Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is the number of drafted
+        blocks.
+
+        Args:
+            reasoning_tokens: Tokens of reasoning among the new ones.
+        """
+        tokens, rounds, drafts, drafted = self._sums if self._is_new else (0, 0, 0, 0)
+        # Each round has one token that was not drafted.
+        accepted = tokens - rounds
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": self._prompt_tokens + tokens,
+            # SGLang's clients read this field.
             "reasoning_tokens": reasoning_tokens,
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-            "draft_rounds": drafts,
-        },
-    }
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": reasoning_tokens,
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+                "draft_rounds": drafts,
+            },
+        }
+
+    def timings(self, now: float, plain_round_s: float | None = None) -> dict:
+        """Decoding time and rate, and how they compare with plain decoding.
+
+        Args:
+            now: The engine's clock in seconds, for sequences that are not finished.
+            plain_round_s: Measured seconds of a plain round, which yields one token for each sequence; None: not
+                measured.
+
+        Returns:
+            ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
+            second of that time; ``speedup``, that rate over the one of plain rounds, None where these are not measured.
+            Before the first token: ``media_fetch_s``, ``media_decode_s`` and ``media_tower_s`` of images and videos,
+            and ``queue_s`` and ``prefill_s`` of the first sequence.
+        """
+        before = {f"media_{step}_s": self._sequences[0].preparation.get(step, 0.0) for step in MEDIA_STEPS}
+        if self._first is None:
+            return {"decode_s": 0.0, "tokens_per_s": 0.0, "speedup": None, **before, "queue_s": 0.0, "prefill_s": 0.0}
+        first = self._sequences[self._first].request.times
+        before |= {"queue_s": first.admitted - first.submitted, "prefill_s": first.first_token - first.admitted}
+        seconds = (self._finished if len(self._ended) == len(self._begun) else now) - self._ready
+        rate = self._sums[0] / max(seconds, 1e-9)
+        speedup = None if plain_round_s is None else rate * plain_round_s / len(self._begun)
+        return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup, **before}
 
 
-def timings(sequences: Sequence[TextSequence], now: float, plain_round_s: float | None = None) -> dict:
-    """Decoding time and rate, and how they compare with plain decoding.
-
-    Args:
-        sequences: All sequences of a request.
-        now: The engine's clock in seconds, for sequences that are not finished.
-        plain_round_s: Measured seconds of a plain round, which yields one token for each sequence; None: not measured.
-
-    Returns:
-        ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
-        second of that time; ``speedup``, that rate over the one of plain rounds, None where these are not measured.
-        Before the first token: ``media_fetch_s``, ``media_decode_s`` and ``media_tower_s`` of images and videos, and
-        ``queue_s`` and ``prefill_s`` of the first sequence.
-    """
-    started = [r.request.times for r in sequences if r.request.times.is_submitted]
-    times = [t for t in started if not isnan(t.first_token)]
-    before = {f"media_{step}_s": sequences[0].preparation.get(step, 0.0) for step in MEDIA_STEPS}
-    if not times:
-        return {"decode_s": 0.0, "tokens_per_s": 0.0, "speedup": None, **before, "queue_s": 0.0, "prefill_s": 0.0}
-    first = times[0]
-    before |= {"queue_s": first.admitted - first.submitted, "prefill_s": first.first_token - first.admitted}
-    seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
-    rate = sum(r.num_tokens for r in sequences) / max(seconds, 1e-9)
-    speedup = None if plain_round_s is None else rate * plain_round_s / len(times)
-    return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup, **before}
+def usage(sequences: Sequence[TextSequence], choices: int, reasoning_tokens: int = 0, is_new: bool = True) -> dict:
+    """`Totals.usage` of sequences that have ended."""
+    totals = Totals(sequences, choices, is_new)
+    for i in range(len(sequences)):
+        totals.take(i)
+    return totals.usage(reasoning_tokens)
 
 
 def request_metrics(sequences: Sequence[TextSequence]) -> dict:

@@ -9,12 +9,12 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat_schema, prepare, request_id, resume, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import (
+    Totals,
     chat_logprobs,
     prompt_logprobs,
     proposals,
     request_metrics,
     stop_reasons,
-    timings,
     usage,
 )
 from dflash_jax.server.body import MediaRoute
@@ -251,6 +251,7 @@ async def stream_chunks(
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, started = [talk.parser(body.shown_reasoning) for _ in sequences], []
+    totals = Totals(sequences, len(sequences))
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> bytes:
         # SGLang's clients read this field of every delta.
@@ -258,19 +259,20 @@ async def stream_chunks(
         choice = {"index": i, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason, **more}
         value = {**head, "object": "chat.completion.chunk", "choices": [choice], "system_fingerprint": None}
         if stream_options.include_usage:
-            thoughts = sum(p.reasoning_tokens for p in parsers)
-            counted = usage(sequences, len(sequences), thoughts, new=[sequences[i] for i in started])
-            value["usage"] = counted if stream_options.continuous_usage_stats else None
-            if stream_options.include_timings and stream_options.continuous_usage_stats:
-                value["timings"] = timings(sequences, serving.clock, serving.plain_round_s)
+            is_continuous = stream_options.continuous_usage_stats
+            value["usage"] = totals.usage(sum(p.reasoning_tokens for p in parsers)) if is_continuous else None
+            if stream_options.include_timings and is_continuous:
+                value["timings"] = totals.timings(serving.clock, serving.plain_round_s)
         if is_first and body.return_token_ids:
             value["prompt_token_ids"] = talk.prompt
         return frame(value)
 
     async for i, piece in serving.merged(sequences):
         if i not in started:
+            totals.take_prompt(i)
             yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not started)
             started.append(i)
+        totals.take(i)
         deltas, more = as_delta(parsers[i].push(piece)), {}
         if piece.finish_reason:
             deltas += as_delta(parsers[i].finish(sequences[i]))
@@ -292,11 +294,9 @@ async def stream_chunks(
             yield chunk(i, delta, reason, **more)
             more = {}
     if stream_options.include_usage:
-        counted = usage(sequences, len(sequences), sum(p.reasoning_tokens for p in parsers))
+        counted = totals.usage(sum(p.reasoning_tokens for p in parsers))
         more = (
-            {"timings": timings(sequences, serving.clock, serving.plain_round_s)}
-            if stream_options.include_timings
-            else {}
+            {"timings": totals.timings(serving.clock, serving.plain_round_s)} if stream_options.include_timings else {}
         )
         more |= request_metrics(sequences) if serving.additions.metrics else {}
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted, **more})

@@ -11,12 +11,12 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import prepare, request_id, resume, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
+    Totals,
     completion_logprobs,
     prompt_logprobs,
     proposals,
     request_metrics,
     stop_reasons,
-    timings,
     usage,
 )
 from dflash_jax.server.errors import ApiError
@@ -103,7 +103,7 @@ async def full_response(
 
     def build() -> dict:
         choices = [choice(serving, body, i, sequence) for i, sequence in enumerate(sequences)]
-        counted = usage(sequences, body.n or 1, new=sequences if body.max_tokens != 0 else ())
+        counted = usage(sequences, body.n or 1, is_new=body.max_tokens != 0)
         more = request_metrics(sequences) if serving.additions.metrics else {}
         return {**head, "choices": choices, "usage": counted, "system_fingerprint": None, **more}
 
@@ -194,6 +194,7 @@ async def stream_chunks(
         body.max_tokens != 0,
     )
     openings: list[Opening | None] = [None] * len(sequences)
+    totals = Totals(sequences, body.n or 1, is_new)
     async for i, piece in serving.merged(sequences):
         opened, begin = openings[i], Opening("", [], [])
         is_first = opened is None
@@ -213,11 +214,12 @@ async def stream_chunks(
         if piece.proposals is not None:
             choice["proposals"] = proposals(serving.llm.tokenizer, piece) if is_new else []
         value = {**head, "choices": [choice]}
+        totals.take(i)
         if stream_options.include_usage:
-            counted = usage(sequences, body.n or 1, new=sequences if is_new else ())
-            value["usage"] = counted if stream_options.continuous_usage_stats else None
-            if stream_options.include_timings and stream_options.continuous_usage_stats:
-                value["timings"] = timings(sequences, serving.clock, serving.plain_round_s)
+            is_continuous = stream_options.continuous_usage_stats
+            value["usage"] = totals.usage() if is_continuous else None
+            if stream_options.include_timings and is_continuous:
+                value["timings"] = totals.timings(serving.clock, serving.plain_round_s)
 
         def build(i=i, piece=piece, begin=begin, offset=offset, is_first=is_first, choice=choice, value=value) -> dict:
             entries = piece.logprobs or [] if is_new else []
@@ -232,10 +234,7 @@ async def stream_chunks(
         yield await event(len(piece.logprobs or []) + len(prompt_entries), build)
     if stream_options.include_usage:
         more = (
-            {"timings": timings(sequences, serving.clock, serving.plain_round_s)}
-            if stream_options.include_timings
-            else {}
+            {"timings": totals.timings(serving.clock, serving.plain_round_s)} if stream_options.include_timings else {}
         )
         more |= request_metrics(sequences) if serving.additions.metrics else {}
-        counted = usage(sequences, body.n or 1, new=sequences if is_new else ())
-        yield frame({**head, "choices": [], "usage": counted, **more})
+        yield frame({**head, "choices": [], "usage": totals.usage(), **more})

@@ -11,7 +11,7 @@ from dflash_jax.server.answers import usage
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat, tools_in_use
 from dflash_jax.server.conversation import Conversation, converse
-from dflash_jax.server.errors import JsonResponse, as_api_error
+from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.messages_input import as_chat
 from dflash_jax.server.messages_output import Content, stop_fields, usage_fields
 from dflash_jax.server.messages_schema import CountTokensRequest, MessagesRequest
@@ -20,6 +20,8 @@ from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 
 PATH = "/v1/messages"
+# What a stream says while nothing comes.
+PING = frame({"type": "ping"}, "ping")
 router = APIRouter(route_class=MediaRoute, responses={"4XX": {"model": MessagesError}, "5XX": {"model": MessagesError}})
 
 
@@ -45,16 +47,14 @@ async def message_events(
 
 
 async def event_frames(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
-    """Yields events as frames. An error before the first event sets the status; a later one is an event."""
-    has_begun = False
-    try:
-        async for event in events:
-            has_begun = True
-            yield frame(event, event["type"])
-    except Exception as e:
-        if not has_begun:
-            raise
-        yield frame(as_api_error(e).body_for(PATH), "error")
+    """Yields events as frames."""
+    async for event in events:
+        yield frame(event, event["type"])
+
+
+def error_frame(error: ApiError) -> bytes:
+    """The event of an error."""
+    return frame(error.body_for(PATH), "error")
 
 
 @router.post(PATH, responses={200: {"model": MessagesAnswer}}, response_model=None)
@@ -77,7 +77,7 @@ async def messages(http: Request, body: MessagesRequest):
     content = Content(body.thinking is None or body.thinking.display != "omitted")
     events = message_events(serving, talk, sequences[0], message, content)
     if body.stream:
-        answer = EventStream.start(http, event_frames(events), last=b"")
+        answer = EventStream.start(http, event_frames(events), last=b"", idle=PING, error=error_frame)
     else:
         answer = while_connected(http, full_response(events, message))
     return Later(http, answer, keeps_parsed=bool(talk.tools))

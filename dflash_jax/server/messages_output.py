@@ -20,7 +20,8 @@ class Content:
         """An empty content; without ``shows_thoughts`` the text of thinking blocks is left out."""
         self.blocks: list[dict] = []
         self._shows_thoughts = shows_thoughts
-        self._is_open, self._arguments = False, ""
+        # Parts of the current block's text or arguments.
+        self._is_open, self._texts = False, []
 
     def take(self, delta: Delta) -> list[dict]:
         """Adds a piece.
@@ -32,18 +33,18 @@ class Content:
         for part in as_delta(delta):
             if text := part.get("content"):
                 events += self._open("text", {"text": ""})
-                self.blocks[-1]["text"] += text
+                self._texts.append(text)
                 events.append(self._delta("text_delta", text=text))
             elif thought := part.get("reasoning_content"):
                 events += self._open("thinking", {"thinking": "", "signature": ""})
                 if self._shows_thoughts:
-                    self.blocks[-1]["thinking"] += thought
+                    self._texts.append(thought)
                     events.append(self._delta("thinking_delta", thinking=thought))
             for call in part.get("tool_calls", ()):
                 if name := call["function"].get("name"):
                     events += self.close() + self._open("tool_use", {"id": call["id"], "name": name, "input": {}})
                 if arguments := call["function"]["arguments"]:
-                    self._arguments += arguments
+                    self._texts.append(arguments)
                     events.append(self._delta("input_json_delta", partial_json=arguments))
         return events
 
@@ -52,7 +53,7 @@ class Content:
             return []
         events = self.close()
         self.blocks.append({"type": kind, **fields})
-        self._is_open, self._arguments = True, ""
+        self._is_open, self._texts = True, []
         start = {"type": "content_block_start", "index": len(self.blocks) - 1}
         # The event gets a copy, since the block still grows.
         return [*events, start | {"content_block": dict(self.blocks[-1])}]
@@ -68,12 +69,14 @@ class Content:
         """
         if not self._is_open:
             return []
-        self._is_open, block, events = False, self.blocks[-1], []
+        self._is_open, block, events, text = False, self.blocks[-1], [], "".join(self._texts)
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[block["type"]] = text
         if block["type"] == "thinking":
             block["signature"] = SIGNATURE
             events.append(self._delta("signature_delta", signature=SIGNATURE))
-        elif block["type"] == "tool_use":
-            block["input"] = _object(self._arguments)
         return [*events, {"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
 

@@ -3,13 +3,13 @@
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.frontend.reasoning import CLOSE, count_tokens
+from dflash_jax.frontend.reasoning import CLOSE, ThoughtTokens
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.server import native_schema, prepare, request_id
@@ -17,7 +17,7 @@ from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.large_answers import event, json_response, logprob_count
+from dflash_jax.server.large_answers import event, json_response
 from dflash_jax.server.media import url_part
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
@@ -35,11 +35,35 @@ class RequestedText:
         sequence: Its sequence.
         name: Its id.
         is_new: Whether new tokens are asked for. With max_new_tokens 0, the engine's one token is left out.
+        thought: Counts the tokens of its reasoning; None where it has none.
     """
 
     sequence: TextSequence
     name: str
     is_new: bool
+    thought: ThoughtTokens | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an answer has of a text.
+
+    Attributes:
+        text: Text; None without a tokenizer.
+        token_ids: New tokens.
+        logprobs: Log-probabilities of new tokens.
+        prompt_logprobs: Log-probabilities of the prompt's tokens but the first; None where it has none of the prompt.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[dict]
+    prompt_logprobs: list[dict] | None
+
+    @property
+    def count(self) -> int:
+        """Its log-probabilities."""
+        return len(self.logprobs) + len(self.prompt_logprobs or ())
 
 
 def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
@@ -159,22 +183,35 @@ def numbered(names: list[str]) -> list[str]:
     return ids
 
 
+def whole(requested: RequestedText) -> Part:
+    """All of a text so far."""
+    sequence = requested.sequence
+    return Part(sequence.shown_text, sequence.token_ids, sequence.logprobs or [], sequence.request.prompt_entries)
+
+
 def answer(
-    serving: Serving, body: native_schema.GenerateRequest, requested: RequestedText, began: float, ended: str | None
+    serving: Serving,
+    body: native_schema.GenerateRequest,
+    requested: RequestedText,
+    part: Part,
+    began: float,
+    ended: str | None,
 ) -> dict:
-    """The answer for a text so far, with ``meta_info`` as SGLang's and z-lab's benchmarks read it.
+    """An answer, with ``meta_info`` as SGLang's and z-lab's benchmarks read it.
 
     Args:
         serving: The model and its engine.
         body: The request.
-        requested: The text.
+        requested: The text, whose totals the answer has.
+        part: What it has of the text.
         began: When the request arrived, on `time.perf_counter`.
         ended: Why the text ended; None while it has not.
     """
     sequence, request, tokenizer = requested.sequence, requested.sequence.request, serving.llm.tokenizer
-    token_ids, logprobs = (sequence.token_ids, sequence.logprobs or []) if requested.is_new else ([], [])
-    if not requested.is_new and ended == "stop":
-        ended = "length"
+    if not requested.is_new:
+        part = Part("", [], [], part.prompt_logprobs)
+        if ended == "stop":
+            ended = "length"
     reason: dict[str, Any] = {"type": ended} if ended else {}
     if ended == "length":
         reason["length"] = request.params.max_tokens if requested.is_new else 0
@@ -182,35 +219,29 @@ def answer(
         reason["matched"] = sequence.matched
     elif ended == "abort":
         reason["message"] = "ended by /abort_request"
-    rounds = len(sequence.yielded)
+    tokens, rounds = sequence.num_tokens, len(sequence.yielded)
     meta = {
         "id": requested.name,
         "finish_reason": reason or None,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": len(token_ids),
-        "reasoning_tokens": thought_tokens(serving, token_ids) if body.require_reasoning else 0,
+        "completion_tokens": tokens if requested.is_new else 0,
+        "reasoning_tokens": requested.thought.count if requested.thought and requested.is_new else 0,
         "cached_tokens": request.cached,
         "e2e_latency": time.perf_counter() - began,
         "spec_verify_ct": rounds,
-        "spec_accept_length": sum(sequence.yielded) / rounds if rounds else 0.0,
-        "spec_accept_token_num": sum(n - 1 for n in sequence.yielded),
+        "spec_accept_length": tokens / rounds if rounds else 0.0,
+        "spec_accept_token_num": tokens - rounds,
         "spec_draft_token_num": sequence.draft_tokens,
         "weight_version": "default",
     }
     if body.return_logprob:
-        meta |= _logprobs("output", tokenizer, logprobs, body)
+        meta |= _logprobs("output", tokenizer, part.logprobs, body)
         entries = []
-        if request.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None and part.prompt_logprobs is not None:
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
-            entries = [first, *request.prompt_entries][body.logprob_start_len :]
+            entries = [first, *part.prompt_logprobs][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, entries, body)
-    return {"text": sequence.shown_text if requested.is_new else "", "output_ids": token_ids, "meta_info": meta}
-
-
-def thought_tokens(serving: Serving, token_ids: list[int]) -> int:
-    """Tokens of the reasoning in ``token_ids``."""
-    tokenizer = serving.llm.tokenizer
-    return 0 if tokenizer is None else count_tokens(token_ids, tokenizer.encode_plain(CLOSE))
+    return {"text": part.text, "output_ids": part.token_ids, "meta_info": meta}
 
 
 def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.GenerateRequest) -> dict:
@@ -237,8 +268,11 @@ async def generate(http: Request, body: native_schema.GenerateRequest):
     sequences, names = [sequence for sequence, _ in prepared], names_of(body, len(prepared))
     for sequence, name in zip(sequences, names, strict=True):
         serving.register([sequence], name, http.state.owner)
+    tokenizer, close = serving.llm.tokenizer, None
+    if body.require_reasoning and tokenizer is not None:
+        close = tokenizer.encode_plain(CLOSE)
     texts = [
-        RequestedText(sequence, name, is_new)
+        RequestedText(sequence, name, is_new, None if close is None else ThoughtTokens(close))
         for (sequence, is_new), name in zip(prepared, numbered(names), strict=True)
     ]
     body = body.without_large()
@@ -260,7 +294,11 @@ async def full_response(
     await while_connected(http, serving.run(sequences))
 
     def build() -> list[dict] | dict:
-        answers = [answer(serving, body, text, began, text.sequence.request.finish_reason) for text in texts]
+        answers = []
+        for text in texts:
+            if text.thought is not None:
+                text.thought.take(text.sequence.token_ids)
+            answers.append(answer(serving, body, text, whole(text), began, text.sequence.request.finish_reason))
         return answers if several else answers[0]
 
     return await json_response(sequences, build)
@@ -269,10 +307,26 @@ async def full_response(
 async def stream_events(
     serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> AsyncGenerator[bytes, None]:
-    """Yields events; each has all of the text so far, as SGLang's."""
+    """Yields events, as SGLang's: each has the text and the tokens so far, the last one of a text all of its answer.
+
+    Log-probabilities come with the last event only, where they would be repeated otherwise. With
+    ``--incremental-streaming-output`` each event has what is new, those of the prompt come with the first.
+    """
+    begun = set()
     async for i, piece in serving.merged([text.sequence for text in texts]):
+        text = texts[i]
+        if text.thought is not None:
+            text.thought.take(piece.token_ids)
+        if serving.additions.incremental:
+            prompt = None if i in begun else text.sequence.request.prompt_entries
+            part = Part(piece.text, piece.token_ids, piece.logprobs or [], prompt)
+        else:
+            part = whole(text)
+            if not piece.finish_reason:
+                part = replace(part, logprobs=[], prompt_logprobs=None)
+        begun.add(i)
 
-        def build(i=i, ended=piece.finish_reason) -> dict:
-            return answer(serving, body, texts[i], began, ended) | ({"index": i} if several else {})
+        def build(i=i, text=text, part=part, ended=piece.finish_reason) -> dict:
+            return answer(serving, body, text, part, began, ended) | ({"index": i} if several else {})
 
-        yield await event(logprob_count([texts[i].sequence]), build)
+        yield await event(part.count, build)

@@ -1,7 +1,7 @@
 """The life of an HTTP request: work that ends when its client disconnects, and sequences that it must close."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from contextvars import ContextVar
 
 from starlette.requests import Request as HttpRequest
@@ -10,7 +10,9 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.errors import ClientGoneError
 
 # Sequences of the current request that are not submitted to the engine yet.
-_prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", default=None)
+_prepared: ContextVar[dict[TextSequence, None] | None] = ContextVar("prepared", default=None)
+# Set when the engine has all sequences of the current request.
+_submitted: ContextVar[asyncio.Event | None] = ContextVar("submitted", default=None)
 # Called at the end of the current request.
 _endings: ContextVar[list[Callable[[], None]] | None] = ContextVar("endings", default=None)
 # Who sent the current request.
@@ -39,16 +41,17 @@ def at_end(ending: Callable[[], None]) -> None:
         endings.append(ending)
 
 
-def begin_tracking() -> list[TextSequence]:
-    """Starts to track the sequences that the current request prepares; each is in the list until it is submitted."""
-    _prepared.set(sequences := [])
+def begin_tracking() -> Collection[TextSequence]:
+    """Starts to track the sequences that the current request prepares; each is a member until it is submitted."""
+    _prepared.set(sequences := {})
+    _submitted.set(asyncio.Event())
     return sequences
 
 
 def track(sequence: TextSequence) -> TextSequence:
     """Has a sequence closed at the end of its request unless it is submitted by then."""
     if (sequences := _prepared.get()) is not None:
-        sequences.append(sequence)
+        sequences[sequence] = None
     return sequence
 
 
@@ -81,5 +84,17 @@ async def while_connected(http: HttpRequest, work: Awaitable):
 
 def untrack(sequence: TextSequence) -> None:
     """Ends the tracking of a sequence, which the engine now has."""
-    if sequence in (sequences := _prepared.get() or []):
-        sequences.remove(sequence)
+    if (sequences := _prepared.get()) is not None:
+        sequences.pop(sequence, None)
+
+
+def note_submitted() -> None:
+    """Ends `until_submitted` once no sequence is tracked any more."""
+    if not _prepared.get() and (submitted := _submitted.get()) is not None:
+        submitted.set()
+
+
+async def until_submitted() -> None:
+    """Waits until the engine has taken all sequences of the current request: no value of it is wrong then."""
+    if (submitted := _submitted.get()) is not None:
+        await submitted.wait()

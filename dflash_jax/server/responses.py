@@ -29,7 +29,7 @@ from dflash_jax.server.stored_responses import (
     stored_items,
     stored_response,
 )
-from dflash_jax.server.stream import EventStream, Later
+from dflash_jax.server.stream import EventStream, Later, frame
 from dflash_jax.server.truncation import characters, kept_items
 
 router = APIRouter(route_class=MediaRoute)
@@ -63,7 +63,7 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
 
     events = numbered_events(serving, talk, sequences[0], value, store_response)
     answer = (
-        EventStream.start(http, event_frames(events, sequences), last=b"")
+        EventStream.start(http, event_frames(events, sequences), last=b"", error=error_frame)
         if body.stream
         else full_response(http, events, sequences)
     )
@@ -162,6 +162,12 @@ async def event_frames(
         # All events but deltas may have the log-probabilities of the whole text.
         count = 0 if event["type"].endswith(".delta") else large_answers.logprob_count(sequences)
         yield await large_answers.event(count, lambda event=event: event, event["type"])
+
+
+def error_frame(error: ApiError, number: int = 0) -> bytes:
+    """The event of an error; ``number``: the events before it."""
+    value = {"type": "error", "code": "server_error", "message": error.message, "param": error.param}
+    return frame(value | {"sequence_number": number}, "error")
 
 
 async def numbered_events(

@@ -25,6 +25,8 @@ class Output:
         self._tokenizer, self.items = tokenizer, []
         self._kind: str | None = None
         self._logprobs: list[dict] = []
+        # Parts of the current item's text or arguments.
+        self._texts: list[str] = []
 
     def take(self, delta: Delta, logprobs: list[dict] | None) -> list[dict]:
         """Adds a piece.
@@ -37,7 +39,7 @@ class Output:
             Its events.
         """
         # Log-probabilities of tokens whose text is held back wait for the text.
-        self._logprobs = [*self._logprobs, *(logprobs or ())]
+        self._logprobs += logprobs or ()
         # Arguments of a call that has begun precede content.
         first_new = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
         events = self._take_calls(delta.calls[:first_new])
@@ -56,7 +58,7 @@ class Output:
             if call.name is not None:
                 events += self.close() + self._open("function_call", call)
             if call.arguments:
-                self.items[-1]["arguments"] += call.arguments
+                self._texts.append(call.arguments)
                 events.append(self._event("response.function_call_arguments.delta", delta=call.arguments))
         return events
 
@@ -67,7 +69,7 @@ class Output:
         if self._kind == kind and call is None:
             return []
         events = self.close()
-        self._kind, part = kind, None
+        self._kind, self._texts, part = kind, [], None
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": _id("msg"), "type": kind, "role": "assistant", "status": "in_progress", "content": []}
@@ -84,15 +86,15 @@ class Output:
         events.append(added | {"item": dict(item) | ({"content": []} if part else {})})
         if part:
             item["content"].append(part)
-            events.append(self._event("response.content_part.added", content_index=0, part=dict(part)))
+            copied = part | ({"logprobs": []} if kind == "message" else {})
+            events.append(self._event("response.content_part.added", content_index=0, part=copied))
         return events
 
     def _grow(self, kind: str, text: str, logprobs: Sequence[dict] = ()) -> list[dict]:
-        part = self.items[-1]["content"][0]
-        part["text"] += text
+        self._texts.append(text)
         more = {}
         if kind == "output_text":
-            part["logprobs"] = [*part["logprobs"], *logprobs]
+            self.items[-1]["content"][0]["logprobs"] += logprobs
             more["logprobs"] = list(logprobs)
         return [self._event(f"response.{kind}.delta", content_index=0, delta=text, **more)]
 
@@ -106,14 +108,16 @@ class Output:
             return []
         item, self._kind = self.items[-1], None
         item["status"] = status
-        events = []
+        events, text = [], "".join(self._texts)
         if item["type"] == "function_call":
+            item["arguments"] = text
             done = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._event("response.function_call_arguments.done", **done))
         else:
             part = item["content"][0]
+            part["text"] = text
             more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
-            events.append(self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **more))
+            events.append(self._event(f"response.{part['type']}.done", content_index=0, text=text, **more))
             events.append(self._event("response.content_part.done", content_index=0, part=part))
         done = {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
         return [*events, done]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import time
 import weakref
 from collections import Counter
@@ -26,7 +25,7 @@ from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
 from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import observe_sequence
-from dflash_jax.server.request_scope import untrack
+from dflash_jax.server.request_scope import note_submitted, untrack
 from dflash_jax.server.response_store import Responses, ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
@@ -49,18 +48,19 @@ class _Spacing:
     """
 
     def __init__(self, sequence: TextSequence, interval: int):
-        self._sequence, self._interval, self._events, self._is_first = sequence, interval, [], True
+        self._sequence, self._interval, self._is_first = sequence, interval, True
+        self._events, self._count = [], 0
 
     def push(self, event: Event) -> Iterator[Piece]:
         """Yields the piece that this event completes, if any. Raises the error that ended the request, if one did."""
         if event.error is None:
             self._events.append(event)
+            self._count += len(event.tokens)
         is_last = event.finish_reason is not None or event.error is not None
-        if self._events and (self._is_first or is_last or sum(len(e.tokens) for e in self._events) >= self._interval):
-            self._is_first = False
-            pieces = [self._take(e) for e in self._events]
-            self._events = []
-            yield functools.reduce(Piece.joined, pieces)
+        if self._events and (self._is_first or is_last or self._count >= self._interval):
+            first, *later = [self._take(e) for e in self._events]
+            self._is_first, self._events, self._count = False, [], 0
+            yield first.joined(*later) if later else first
         if event.error is not None:
             self._take(event)
 
@@ -81,6 +81,7 @@ class Serving:
         response_store: Stored responses.
         info: What /server_info shows beside counters.
         stream_interval: Tokens between two pieces of a text. The first and the last piece never wait.
+        keep_alive_s: Seconds without an event after which a stream says that it goes on; 0 for never.
         additions: Additions to all answers.
         created: When the server started, in seconds since the epoch.
         warm_up: Compiles the engine's programs.
@@ -109,11 +110,13 @@ class Serving:
         response_store: Responses | None = None,
         stream_interval: int = 1,
         additions: Additions | None = None,
+        keep_alive_s: float = 15.0,
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
         self.response_store: Responses = ResponseStore() if response_store is None else response_store
         self.info: dict = info or {}
         self.stream_interval, self.additions = stream_interval, additions or Additions()
+        self.keep_alive_s = keep_alive_s
         self.created = int(time.time())
         self.warm_up = WarmUp(engine.engine)
         self.is_ready, self.is_draining = False, False
@@ -275,6 +278,7 @@ class Serving:
     async def _events(self, sequence: TextSequence) -> AsyncGenerator[Event, None]:
         untrack(sequence)
         events = self.engine.submit(sequence.request)
+        note_submitted()
         observe_sequence(sequence, self.name)
         try:
             async for event in events:
@@ -296,17 +300,19 @@ class Serving:
         """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces.
 
         Pieces of an earlier run of the request come first. A consumer that asks for the next piece has sent all events
-        of the one before.
+        of the one before. Everything else that waits has a turn between two pieces, however many are there already.
         """
         run = resume.current()
         for i, piece in run.replayed(sequences):
             yield i, piece
+            await asyncio.sleep(0)
         await run.end_replay()
         try:
             async with contextlib.aclosing(self._live(sequences)) as pieces:
                 async for i, piece in pieces:
                     yield i, piece
                     await run.record(i, sequences[i], piece)
+                    await asyncio.sleep(0)
         except (EngineError, UnavailableError):
             await run.lose()
             raise
@@ -314,6 +320,8 @@ class Serving:
     async def _live(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
         """`merged` of what the engine generates."""
         places = [i for i, sequence in enumerate(sequences) if sequence.request.finish_reason is None]
+        # All of them or none: a part would run for nothing.
+        self.engine.check([sequences[i].request for i in places])
         spacings = {i: _Spacing(sequences[i], self.stream_interval) for i in places}
         if len(places) == 1:
             (i,) = places

@@ -241,6 +241,37 @@ def test_a_piece_that_a_slow_client_waits_for_when_its_replica_ends_is_sent_once
     assert b"".join(got) == b"data: 1" + END + b"data: 2" + END + b"data: [DONE]" + END
 
 
+@pytest.mark.parametrize("sign", relay.IDLE)
+def test_signs_that_a_stream_goes_on_pass_at_once_and_are_no_events(sign):
+    """Before its first piece, and of a replica that dies then: the next one begins anew."""
+    rest = b"data: 1" + END + sign + RECORD + b"a" + END + b"data: [DONE]" + END
+    got: list[bytes] = []
+
+    async def main():
+        replicas = Replicas(None)
+        replicas.join("a", "http://a")
+        answers, has_come = [Canned(sign, waits=True), Canned(sign, rest)], asyncio.Event()
+        link = relay.Link(None, "s", replicas)
+        link.request = lambda *_: answers.pop(0)
+
+        async def send(message):
+            got.append(message.get("body", b""))
+            if message.get("body"):
+                has_come.set()
+
+        scope = {"method": "POST", "path": "/v1/completions", "headers": []}
+        answering = relay.Relay(link, scope, b"", send)
+        task = asyncio.create_task(answering.run(asyncio.Event().wait))
+        await has_come.wait()
+        replicas.join("b", "http://b")
+        replicas.lose(replicas.all[0], "the test")
+        await task
+        assert answering._events == 1
+
+    asyncio.run(main())
+    assert got == [b"", sign, sign, sign, b"data: 1" + END, b"data: [DONE]" + END]
+
+
 def test_a_replica_that_refuses_an_abort_has_lost_the_stream():
     """It has the request, unlike one that refuses the request itself."""
 

@@ -16,6 +16,7 @@ window.fetch = async (url, options) => {
       if (options.signal.aborted) return controller.error(new DOMException("", "AbortError"));
       const part = text.slice(at, at + step), delta = { content: part }, thought = isFirst ? reasoning : "";
       if (thought) delta.reasoning_content = thought;
+      if (isFirst) controller.enqueue(encoder.encode(": keep-alive\n\n"));
       isFirst = false;
       at += step;
       tokens += 5;

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from dflash_jax import SamplingParams
+from dflash_jax.server.additions import Additions
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.responses_output import Output
 from dflash_jax.server.serving import Serving
@@ -141,6 +142,37 @@ def test_sglangs_generate_gives_what_the_library_gives(quiet, llm):
     scored = quiet.post("/generate", **body, return_logprob=True, logprob_start_len=0, top_logprobs_num=2).json()
     assert len(scored["meta_info"]["input_token_logprobs"]) == meta["prompt_tokens"]
     assert len(scored["meta_info"]["output_token_logprobs"]) == 24
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_stream_of_generate_has_each_logprob_once(quiet, monkeypatch, incremental):
+    """Text and tokens so far, as SGLang's, or what is new; no log-probability comes twice in either."""
+    monkeypatch.setattr(quiet.serving, "additions", Additions(incremental=incremental))
+    body = {"text": "def f(x):", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    body["sampling_params"] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    expected = quiet.post("/generate", **body).json()
+    with quiet.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert len(events) > 1
+    names = [f"{side}_{kind}_logprobs" for side in ("output", "input") for kind in ("token", "top")]
+    for name in names:
+        parts = [event["meta_info"][name] for event in events]
+        assert [entry for part in parts for entry in part] == expected["meta_info"][name]
+        holders = {i for i, part in enumerate(parts) if part}
+        if not incremental:
+            assert holders == {len(events) - 1}
+        else:
+            assert holders == ({0} if name.startswith("input") else set(range(len(events))))
+    counts = [event["meta_info"]["completion_tokens"] for event in events]
+    texts, ids = [event["text"] for event in events], [event["output_ids"] for event in events]
+    if incremental:
+        assert ("".join(texts), list(itertools.chain(*ids))) == (expected["text"], expected["output_ids"])
+    else:
+        assert (texts[-1], ids[-1]) == (expected["text"], expected["output_ids"])
+        assert all(expected["text"].startswith(text) for text in texts)
+        assert [len(each) for each in ids] == counts
+    assert counts == sorted(counts)
+    assert counts[-1] == 60
 
 
 @pytest.mark.parametrize("stop", [[], [5]])

@@ -1,5 +1,6 @@
 """What clients do wrong, and what they do at the wrong moment."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from dflash_jax import SamplingParams
 from dflash_jax.errors import EngineError
+from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import Running, started, wait_until
 
@@ -245,6 +247,37 @@ def test_a_full_queue_says_try_again(quiet, monkeypatch):
         t.join()
     assert {s for s, _ in statuses} == {200, 429}
     assert all(after == "1" for status, after in statuses if status == 429)
+
+
+def test_more_texts_than_there_are_places_are_refused_for_good(quiet):
+    """The queue is empty: no later time is better. 4 slots and 64 places."""
+    found = quiet.post("/v1/completions", prompt=["x"] * 5, n=16, max_tokens=1)
+    assert found.status_code == 400
+    assert "80 sequences at once" in found.json()["error"]["message"]
+    assert quiet.post("/v1/completions", prompt=["x"] * 17, n=4, max_tokens=1).status_code == 200
+
+
+def test_others_have_a_turn_between_two_pieces_that_are_there_already(quiet, monkeypatch):
+    """A stream of pieces that nothing has to wait for."""
+    turns = []
+
+    async def live(self, sequences):
+        for i in range(200):
+            yield i, Piece("", [i], [1])
+
+    async def other():
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    async def read() -> None:
+        beside = asyncio.create_task(other())
+        counts = [len(turns) async for _ in quiet.serving.merged([None] * 200)]
+        beside.cancel()
+        assert len(set(counts)) == len(counts) == 200
+
+    monkeypatch.setattr(Serving, "_live", live)
+    asyncio.run(read())
 
 
 def test_a_failed_engine_is_told_and_health_turns_red(llm):

@@ -48,8 +48,11 @@ export async function* chunks(body, key, signal) {
     if (done) throw new Error("The connection to the server has ended before the answer.");
     pending += value;
     for (let end; (end = pending.indexOf("\n\n")) >= 0; ) {
-      const data = pending.slice(0, end).replace(/^data: /, "");
+      const event = pending.slice(0, end);
       pending = pending.slice(end + 2);
+      // A comment says that the answer goes on.
+      if (event.startsWith(":")) continue;
+      const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
