@@ -19,13 +19,14 @@ from dflash_jax.server.answers import (
     stop_reasons,
     usage,
 )
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import event, json_response, offload
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 
 # The stop reasons of a choice without new tokens.
 NO_STOP = {"stop_reason": None, "matched_stop": None}

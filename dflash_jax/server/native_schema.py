@@ -6,7 +6,8 @@ from pydantic import Field
 
 from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema import NamedTokens, Sampling, ThinkingBudget
-from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId
+from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict
+from dflash_jax.server.token_lists import TokenList
 
 
 class NativeSampling(Sampling):
@@ -31,7 +32,7 @@ class GenerateRequest(Body):
     neutral = neutral_fields.GENERATE
 
     text: str | Items[str] | None = None
-    input_ids: Items[TokenId] | Items[Items[TokenId]] | None = None
+    input_ids: TokenList | Items[TokenList] | None = None
     # URLs or base64, one or a list; of several prompts, a list of these for each.
     image_data: str | Json | Items[Any] | None = None
     video_data: str | Json | Items[Any] | None = None

@@ -22,6 +22,7 @@ from dflash_jax.server.answer_schema import (
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, JsonResponse, wants_anthropic
+from dflash_jax.server.large_answers import json_response
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 
@@ -115,8 +116,12 @@ async def tokenize(http: Request, body: chat_schema.TokenizeRequest):
     else:
         work = serving.texts.encode(body.prompt or "", "prompt", special=body.add_special_tokens)
         ids = await while_connected(http, work)
-    names = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
-    return JsonResponse({"count": len(ids), "max_model_len": serving.capacity, "tokens": ids, "token_strs": names})
+
+    def build() -> dict:
+        names = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": serving.capacity, "tokens": ids, "token_strs": names}
+
+    return await json_response([], build, len(ids))
 
 
 @router.post("/detokenize", responses={200: {"model": Text}}, response_model=None)

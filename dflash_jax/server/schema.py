@@ -10,6 +10,7 @@ from pydantic import Field
 
 from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId
+from dflash_jax.server.token_lists import TokenList
 
 # Tokens whose log-probabilities are returned.
 NamedTokens = Annotated[Items[TokenId], Field(max_length=20)]
@@ -124,7 +125,7 @@ class CompletionRequest(OpenAiSampling):
 
     neutral = neutral_fields.COMPLETION
 
-    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
+    prompt: str | Items[str] | TokenList | Items[TokenList]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -138,4 +139,4 @@ class DetokenizeRequest(Body):
     neutral = neutral_fields.DETOKENIZE
 
     model: str | None = None
-    tokens: Items[TokenId]
+    tokens: TokenList
