@@ -34,6 +34,8 @@ from dflash_jax.server.texts import Texts
 ANY_MODEL = "default"
 # Items of a conversation that are parsed or written in one step.
 STEP_ITEMS = 512
+# Sequences of a request that begin or end in one step.
+STEP_SEQUENCES = 64
 # Stored items of conversations that are parsed at a time, of those that have more than `STEP_ITEMS`. Each is several
 # objects in up to three forms, and a collection of garbage, which stops all threads, takes 0.1 s for a million objects.
 LONG_ITEMS = 2**14
@@ -341,8 +343,11 @@ class Serving:
             except Exception as e:
                 queue.put_nowait((i, e))
 
-        tasks, unfinished = [asyncio.create_task(feed(i)) for i in places], len(places)
+        tasks, unfinished = [], len(places)
         try:
+            for first in range(0, len(places), STEP_SEQUENCES):
+                tasks += [asyncio.create_task(feed(i)) for i in places[first : first + STEP_SEQUENCES]]
+                await asyncio.sleep(0)
             while unfinished:
                 i, item = await queue.get()
                 if isinstance(item, Exception):
@@ -353,6 +358,13 @@ class Serving:
                     for piece in spacings[i].push(item):
                         yield i, piece
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                for first in range(0, len(tasks), STEP_SEQUENCES):
+                    step = tasks[first : first + STEP_SEQUENCES]
+                    for task in step:
+                        task.cancel()
+                    await asyncio.gather(*step, return_exceptions=True)
+            finally:
+                # All of them, even where this task is cancelled meanwhile.
+                for task in tasks:
+                    task.cancel()

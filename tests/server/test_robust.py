@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -277,6 +279,40 @@ def test_others_have_a_turn_between_two_pieces_that_are_there_already(quiet, mon
         assert len(set(counts)) == len(counts) == 200
 
     monkeypatch.setattr(Serving, "_live", live)
+    asyncio.run(read())
+
+
+def test_the_sequences_of_a_request_begin_and_end_in_steps(quiet, monkeypatch):
+    """Others have turns between the steps."""
+    begun, ended, seen = [], [], []
+
+    async def events(self, sequence):
+        begun.append(sequence)
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            ended.append(sequence)
+
+    async def other():
+        while True:
+            seen.append((len(begun), len(ended)))
+            await asyncio.sleep(0)
+
+    async def read() -> None:
+        rows = [SimpleNamespace(request=SimpleNamespace(finish_reason=None)) for _ in range(200)]
+        beside, reading = asyncio.create_task(other()), asyncio.create_task(anext(quiet.serving._live(rows)))
+        while len(begun) < 200:
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        beside.cancel()
+        assert len(ended) == 200
+        for counts in zip(*seen, strict=True):
+            assert max(b - a for a, b in itertools.pairwise(counts)) <= 64
+
+    monkeypatch.setattr(Serving, "_events", events)
+    monkeypatch.setattr(quiet.serving.engine, "check", lambda requests: None)
     asyncio.run(read())
 
 
