@@ -297,7 +297,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
         "media_cache_bytes": 0,
     }
     for name, least in leasts.items():
-        if getattr(args, name) is not None and getattr(args, name) < least:
+        if getattr(args, name) is not None and not getattr(args, name) >= least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
     args.cors = cors.of_arguments(args)
     args.api_keys = api_keys(args)

@@ -106,14 +106,15 @@ class EventStream(Response):
 
     async def __call__(self, scope, receive, send) -> None:
         """Sends the frames until they end or the client disconnects."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        resume.current().record_in(send)
-        self._sent_at = asyncio.get_running_loop().time()
-        sending, gone = asyncio.create_task(self._send(send)), asyncio.create_task(until_gone(receive))
-        tasks = [sending, gone]
-        if self._keep_alive_s:
-            tasks.append(asyncio.create_task(self._keep_alive(send)))
+        tasks: list[asyncio.Future] = [self._first]
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            resume.current().record_in(send)
+            self._sent_at = asyncio.get_running_loop().time()
+            sending, gone = asyncio.create_task(self._send(send)), asyncio.create_task(until_gone(receive))
+            tasks += [sending, gone]
+            if self._keep_alive_s:
+                tasks.append(asyncio.create_task(self._keep_alive(send)))
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()

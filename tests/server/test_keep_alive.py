@@ -80,17 +80,21 @@ def test_what_is_wrong_has_its_status_in_a_stream(held, path):
 @pytest.mark.parametrize("path", REQUESTS)
 def test_a_failure_before_the_first_token_is_an_event_of_the_interface(held, monkeypatch, path):
     """The status is sent, as the request was taken."""
+
+    def read(*_):
+        assert held.go.wait(120)
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(held.serving.engine.engine.runner, "read", read)
+    held.serving.engine.restarts = 1
     with held.http.stream("POST", path, json=REQUESTS[path] | {"stream": True}) as response:
         assert response.status_code == 200
-        assert wait_until(lambda: held.serving.engine.engine.running > 0)
-        monkeypatch.setattr(held.serving.engine.engine.runner, "read", lambda *args: 1 / 0)
-        held.serving.engine.restarts = 1
         held.go.set()
         *_, last = [line for line in response.read().decode().split("\n") if line.startswith("data: {")]
     error = json.loads(last[6:])
     if path in ("/v1/responses", "/v1/messages"):
         assert error["type"] == "error"
-    assert "division by zero" in (error.get("error") or error)["message"]
+    assert "the device is on fire" in (error.get("error") or error)["message"]
     assert wait_until(lambda: held.serving.engine.engine.failure is None)
 
 
