@@ -108,9 +108,7 @@ class Checkpoint:
         return cls(directory, drafts, config, block_sizes, vocabularies, defaults, _tokenizer(given, directory))
 
 
-def _check(
-    draft: Path | Drafting, target: ModelConfig, overrides: dict | None
-) -> DraftConfig | MtpConfig | OwnConfig:
+def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) -> DraftConfig | MtpConfig | OwnConfig:
     """The configuration of a drafter. Raises InputError where it does not fit the target."""
     if isinstance(draft, Path):
         return check_drafter(draft, target, overrides)

@@ -15,10 +15,9 @@ from random import Random, SystemRandom
 
 from dflash_jax.frontend.sequence import Piece, TextSequence
 
-# COMMENT begins every comment of a stream, and so those of a recorded one. RECORD precedes JSON: the events before it
-# belong to a piece that is complete. REPLAYED: the events before it repeat those of an earlier run. LOST: the engine
-# fails, and an error event follows.
-COMMENT, RECORD, REPLAYED, LOST, END = b":", b": record ", b": replayed\n\n", b": lost\n\n", b"\n\n"
+# Comments of a recorded stream. RECORD precedes JSON: the events before it belong to a piece that is complete.
+# REPLAYED: the events before it repeat those of an earlier run. LOST: the engine fails, and an error event follows.
+RECORD, REPLAYED, LOST, END = b": record ", b": replayed\n\n", b": lost\n\n", b"\n\n"
 
 _current: ContextVar["Run | None"] = ContextVar("run", default=None)
 
