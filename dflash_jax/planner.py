@@ -144,7 +144,7 @@ class Shapes:
     language_model_only: bool = False
 
 
-def read_shapes(target: str, draft: str | None, overrides: dict | None = None) -> Shapes:
+def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None) -> Shapes:
     """Reads the configs of a system from directories with config.json, or from config.json files themselves.
 
     Args:

@@ -99,7 +99,7 @@ def _bytes_in(directory: Path) -> int:
     return total
 
 
-def cached_smollm2(tell: Callable[[str], None]) -> Path:
+def cached_smollm2(tell: Callable[[str], object]) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face directory in the user's cache directory, downloaded the first time.
 
     The weights are in bfloat16, as the model was published: 270 MB. The directory appears when it is complete.

@@ -314,7 +314,7 @@ def run(args) -> int:
     from dflash_jax.parallel.sharding import Layout
 
     options = system.options if system else {}
-    shapes = read_shapes(target, draft, args.hf_overrides or options.get("hf_overrides"))
+    shapes = read_shapes(target, draft, overrides=args.hf_overrides or options.get("hf_overrides"))
     shapes = replace(shapes, language_model_only=args.language_model_only)
     if args.max_len > shapes.target.max_positions:
         raise InputError(f"max_len is {args.max_len}: the model has {shapes.target.max_positions} positions")

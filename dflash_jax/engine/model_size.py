@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from dflash_jax.models.decoder import Decoder
@@ -55,7 +55,7 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
 
     config = getattr(module, "config", None)
-    config = config if isinstance(config, ModelConfig) else config_of(module)
+    config = config if isinstance(config, ModelConfig) else config_of(cast("Drafting", module))
     ffns = [getattr(layer, "ffn", None) for layer in config.layers]
     moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
     experts = moe.num_experts if moe else 0

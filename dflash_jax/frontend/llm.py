@@ -217,10 +217,8 @@ class LLM(Generation):
             if known is not None and before is not owner:
                 placed.vocabulary = shortlist(known.ids[...], owner, self.dtype)
         other = self.with_programs(Executables(self.target, placed))
-        other.drafters, other.largest_block = (
-            (placed,),
-            min(config.block_size, self._given.max_block_size or config.block_size),
-        )
+        other.drafters = (placed,)
+        other.largest_block = min(config.block_size, self._given.max_block_size or config.block_size)
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
         shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(placed))

@@ -167,7 +167,7 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     target = packed(target, given.dtype_name)
     if reason := backend.no_triton_for({x.dtype for x in jax.tree.leaves(target)}):
         log.warning("products of weights without Triton kernels: %s", reason)
-    drafters: list[Drafter | Mtp] = []
+    drafters: list[Drafting] = []
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
         if not isinstance(draft, Path):
             drafters.append(placed_drafter(draft, target, given.layout.mesh(), given.dtype_name))
@@ -219,7 +219,7 @@ def packed(module: M, dtype: str) -> M:
 
 def without_copies(drafter: D, target: Decoder) -> D:
     """``drafter`` without the tables of its own that equal the target's, which it then uses."""
-    if isinstance(drafter, Mtp):
+    if not isinstance(drafter, Drafter):
         return drafter
     config, embed = drafter.config, target.embed[...]
     head = embed if target.config.tied_embeddings else target.head[...]
@@ -240,7 +240,7 @@ def without_copies(drafter: D, target: Decoder) -> D:
     return jax.tree.unflatten(jax.tree.structure(shape), [leaves[path] for path in parameter_paths(shape)])
 
 
-def head_owner(drafter: Drafter | Mtp | None, target: Decoder) -> Drafter | Decoder:
+def head_owner(drafter: Drafting | None, target: Decoder) -> Drafter | Decoder:
     """Whose head ``drafter`` drafts with."""
     return drafter if isinstance(drafter, Drafter) and drafter.config.own_head else target
 
