@@ -24,6 +24,7 @@ BODIES = {
 }
 WRONG = {
     "nothing between commas": (b"[%b,,%b]", "Expecting value"),
+    "space between commas": (b'["a",' + b" " * 5000 + b',"a",%b,%b]', "Expecting value"),
     "no comma": (b"[%b 5 %b]", "delimiter"),
     "a zero before": (b"[%b,05,%b]", "delimiter"),
     "members without names": (b'{"a": [%b], %b}', "delimiter"),
