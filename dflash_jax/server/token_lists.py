@@ -98,7 +98,7 @@ async def _numbers(body: bytes, start: int, end: int) -> list[int]:
 
 async def _joined(values: list, runs: Mapping[str, list[int]]) -> list:
     """A list with its runs of numbers in place of their names."""
-    joined: list = WholeNumbers()
+    joined: list[Any] = WholeNumbers()
     is_whole = True
     for each in values:
         if isinstance(each, str) and each in runs:
