@@ -11,8 +11,10 @@ import ssl
 import struct
 import termios
 from dataclasses import dataclass
+from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from dflash_jax.server.connection_table import ConnectionTable
 from dflash_jax.server.errors import RETRY_S, ApiError
@@ -52,8 +54,8 @@ class ConnectionLimits:
         unread_s: Seconds that an answer may wait for its client to read it, and one more for each ``unread_rate`` bytes
             read.
         unread_rate: Bytes per second.
-        discard_bytes: Bytes of a refused request that are read, so that its client can read the answer.
-        discard_s: Seconds for reading them.
+        discard_bytes: Bytes that are read after an answer to an incomplete request, so that its client can read it.
+        discard_s: Seconds that those may pause. Together they have the time of a body.
     """
 
     connections: int = 4096
@@ -68,15 +70,27 @@ class ConnectionLimits:
     idle_s: float = 65.0
     unread_s: float = 120.0
     unread_rate: int = 2**9
-    discard_bytes: int = 2**26
+    discard_bytes: int = 2**28
     discard_s: float = 10.0
+
+
+class _AnswerTransport:
+    """The transport as the sender of one answer sees it: what is closed after the answer may have data to come."""
+
+    def __init__(self, protocol: "LimitedProtocol", cycle: RequestResponseCycle):
+        self._protocol, self._cycle = protocol, cycle
+        self.write, self.is_closing = protocol.transport.write, protocol.transport.is_closing
+
+    def close(self) -> None:
+        self._protocol.close_after(self._cycle)
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """A connection within limits.
 
-    A request is in one of three phases: its head arrives, its body arrives, or it is complete. A refused connection is
-    in a fourth.
+    A request is in one of three phases: its head arrives, its body arrives, or it is complete. A fourth phase follows
+    an answer to an incomplete request: the connection's last, in which data is read and discarded. Closing at once
+    would reset the connection, and a client that still sends would lose the answer (RFC 9112, 9.6).
 
     Attributes:
         limits: The limits.
@@ -97,7 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing = 0
         # Bytes of the body.
         self._received = 0
-        # Bytes received behind an answer to an incomplete request.
+        # Bytes received after an answer to an incomplete request.
         self._discarded = 0
         self._has_many_headers = False
         # Unread bytes of answers when they were last counted, and the time up to which the client read fast enough.
@@ -153,8 +167,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being received or answered. The rest of a request answered early does not count."""
-        is_answered = self.cycle is None or self.cycle.response_complete or self._phase == "refused"
+        """Whether no request is being received or answered. What is discarded does not count."""
+        is_answered = self.cycle is None or self.cycle.response_complete or self._phase == "discarding"
         return is_answered and not self.pipeline
 
     def _update_table(self) -> None:
@@ -168,27 +182,47 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parses data in slices and checks the limits of size."""
         self._last_data = self.loop.time()
-        if self._is_refused:
-            self._discarded += len(data)
-            if self._discarded > self.limits.discard_bytes:
-                self.transport.abort()
+        self._unset_keepalive_if_required()
         at = 0
-        while at < len(data) and self._phase != "refused" and not self.transport.is_closing():
+        while at < len(data) and self._is_parsing:
             part = data[at : at + (len(data) if self._phase == "body" else SLICE_BYTES)]
             at += len(part)
             self._overhead += len(part)
             self._framing += len(part)
-            super().data_received(part)
+            self._parse(part)
             if self._overhead > self.limits.head_bytes:
                 self._refuse_head()
-            elif self._phase == "body" and self._framing > self.limits.framing_bytes and not self._is_refused:
+            elif self._phase == "body" and self._framing > self.limits.framing_bytes:
                 self.refuse(ApiError(400, "the body's chunks are too small"))
+        if self._phase == "discarding":
+            self._discarded += len(data) - at
+            if self._discarded > self.limits.discard_bytes:
+                self.transport.abort()
 
     @property
-    def _is_refused(self) -> bool:
-        """Whether the request was answered before it was complete."""
-        is_answered = self._phase == "body" and self.cycle is not None and self.cycle.response_complete
-        return is_answered or self._phase == "refused"
+    def _is_parsing(self) -> bool:
+        return self._phase != "discarding" and not self.transport.is_closing()
+
+    def _parse(self, data: bytes) -> None:
+        while data and self._is_parsing:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as e:
+                if self.parser.get_method() == b"CONNECT":
+                    self.refuse(ApiError(405, "the method CONNECT is not supported"))
+                    return
+                # The parser takes data after this head for another protocol's. A server may ignore an upgrade (RFC
+                # 9110, 7.8): the head is parsed again without it, then its body and further requests.
+                data = self._head_without_upgrade() + data[e.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        line = (self.parser.get_method(), self.url, b"HTTP/" + self.parser.get_http_version().encode("ascii"))
+        headers = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"".join([b" ".join(line), b"\r\n", *headers, b"\r\n"])
 
     def _refuse_head(self) -> None:
         limits = self.limits
@@ -196,10 +230,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(431, message))
 
     def refuse(self, error: ApiError) -> None:
-        """Answers a request that is not parsed further; closes when the client has read the answer, or time is up."""
-        if self.transport.is_closing() or self._phase == "refused":
+        """Answers a request that is not parsed further."""
+        if not self._is_parsing:
             return
-        self._unset_keepalive_if_required()
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started or self._phase != "body":
                 # The answer to another request is being sent; a second answer would corrupt it.
@@ -213,9 +246,22 @@ class LimitedProtocol(HttpToolsProtocol):
             head.append(b"retry-after: %d\r\n" % RETRY_S)
         head.append(b"content-length: %d\r\n\r\n" % len(body))
         self.transport.write(b"".join([*head, body]))
-        # Closing at once would reset the connection, and the client might lose the answer.
+        self._discard()
+
+    def close_after(self, cycle: RequestResponseCycle) -> None:
+        """Closes the connection after the answer of ``cycle``, or after its failure."""
+        if cycle.response_complete and self._phase != "whole":
+            self._discard()
+        else:
+            self.transport.close()
+
+    def _discard(self) -> None:
+        """Discards all further data until the client closes, or a limit is reached."""
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
         self.flow.resume_reading()
-        self._phase, self.began = "refused", self.loop.time()
+        self._phase, self.began = "discarding", self.loop.time()
+        self._unread, self._read = self._unread_bytes(), self.began
         self._update_table()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -234,7 +280,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= self.limits.pipelined:
             self.transport.abort()
         super().on_message_begin()
-        self._phase, self.began, self._discarded = "head", self.loop.time(), 0
+        self._phase, self.began = "head", self.loop.time()
         self._update_table()
         self._watch()
 
@@ -251,6 +297,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
+        if self.parser.should_upgrade():
+            return
         self._phase, self._overhead, self._framing, self._received = "body", 0, 0, 0
         self.began = self.loop.time()
         super().on_headers_complete()
@@ -263,19 +311,33 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self.parser.should_upgrade():
+            return
         self._phase, self._overhead = "whole", 0
         super().on_message_complete()
         self._update_table()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app) -> None:
+        async def answer(scope, receive, send) -> None:
+            async def send_message(message) -> None:
+                if not cycle.response_started and cycle.more_body:
+                    # The client may send the rest of its request, or not (Expect: 100-continue).
+                    cycle.keep_alive = False
+                await send(message)
+
+            await app(scope, receive, send_message)
+
+        cycle.transport = cast("asyncio.Transport", _AnswerTransport(self, cycle))
+        super()._start_asgi_task(cycle, answer)
+
     def on_response_complete(self) -> None:
         """The answer was written."""
+        if self._phase == "discarding":
+            return
         super().on_response_complete()
         if not self.flow.write_paused:
             self._unread, self._read = self._unread_bytes(), self.loop.time()
         self._update_table()
-        if self._is_refused:
-            self.began = self.loop.time()
-            self._watch()
 
     # Time.
     def _watch(self) -> None:
@@ -295,8 +357,10 @@ class LimitedProtocol(HttpToolsProtocol):
         limits, now = self.limits, self.loop.time()
         if self.transport.is_closing():
             return self._unread_until(now)
-        if self._is_refused:
-            return self.began + limits.discard_s
+        if self._phase == "discarding":
+            arrived = self.began + limits.body_s + self._discarded / limits.body_rate
+            due = min(max(self.began, self._last_data) + limits.discard_s, arrived)
+            return max(due, self._unread_until(now)) if self.is_unread else due
         if self._phase == "head":
             return self.began + limits.head_s
         if self._phase == "body" and not self.flow.read_paused:
@@ -322,7 +386,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _expire(self) -> None:
         if self.transport.is_closing():
             self.transport.abort()
-        elif self._phase in ("head", "body") and self.headers is not None and not self._is_refused:
+        elif self._phase in ("head", "body") and self.headers is not None:
             self.refuse(ApiError(408, "the request did not arrive in time"))
         else:
             self.transport.abort()

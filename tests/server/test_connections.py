@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -48,6 +50,8 @@ async def application(scope, receive, send) -> None:
         return
     body = bytes(60_000) if scope["path"] == "/long" else str(size).encode()
     headers = [(b"content-length", str(len(body)).encode())]
+    if scope["path"] == "/last":
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -296,19 +300,90 @@ def test_a_burst_of_connections_keeps_to_the_limit(serve):
     assert wait_until(lambda: len(connect.open) <= 3)
 
 
-def test_an_answer_before_the_body(serve):
-    """It can be read, and the connection goes on behind a body that is short enough."""
-    connect = serve(discard_bytes=2**20)
-    connection = connect()
-    connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
-    assert read(connection) == (200, b"0")
-    connection.sendall(b"x" * 1_000_000 + WHOLE)
-    assert read(connection) == (200, b"0")
-    connection = connect()
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n", b"Expect: 100-continue\r\n"])
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+def test_an_answer_before_the_body_is_read_by_a_client_that_sends_the_whole_body_first(serve, more, is_chunked):
+    """The rest of the request is discarded, and the connection ends: what follows is no request."""
+    connection = serve()()
+    framing = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: 50000000"
+    connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\n" + more + framing + b"\r\n\r\n")
+    part = bytes(1_000_000)
+    for _ in range(50):
+        connection.sendall(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
+    connection.sendall(WHOLE)
+    head, _, rest = b"".join(iter(lambda: connection.recv(2**16), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"\r\nconnection: close" in head
+    assert rest == b"0"
+
+
+def test_an_answer_before_a_body_without_end(serve):
+    connection = serve(discard_bytes=2**20)()
     connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
     assert read(connection) == (200, b"0")
     send(connection, b"", b"x" * 10_000, 10_000)
     assert is_closed(connection)
+
+
+def test_an_answer_before_a_body_that_drips(serve):
+    connection = serve(body_s=0.3)()
+    connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+    send(connection, b"", b"x", 10**6)
+    assert is_closed(connection)
+
+
+def test_a_last_answer_is_not_lost_to_a_request_that_has_begun(serve):
+    connection = serve()()
+    connection.sendall(b"GET /last HTTP/1.1\r\nHost: x\r\n\r\n" + POST + b"Content-Length: 3\r\n\r\n")
+    assert read(connection) == (200, b"0")
+    connection.sendall(b"abc" + WHOLE)
+    assert connection.recv(2**10) == b""
+
+
+UPGRADES = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+    b"connection: upgrade\r\nupgrade: WebSocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n",
+    b"Upgrade: TLS/1.0, h2c\r\nUpgrade: other\r\nConnection: keep-alive, Upgrade\r\n",
+    b"Upgrade: h2c\r\n",
+    b"Connection: Upgrade\r\n",
+)
+BODIES = (
+    (b"", b""),
+    (b"Content-Length: 5\r\n", b"GET /"),
+    (b"Transfer-Encoding: chunked\r\n", b"3\r\nGET\r\n2\r\n /\r\n0\r\nTrailer: x\r\n\r\n"),
+)
+
+
+def has_begun(connect, connection: socket.socket) -> bool:
+    """Whether a request of this connection has begun to arrive."""
+    return any(c.client == connection.getsockname() and c.scope for c in list(connect.open))
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+@pytest.mark.parametrize(("framing", "body"), BODIES, ids=["none", "length", "chunked"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_upgrade_is_ignored(serve, upgrade, framing, body, times):
+    """One answer for each request, however the bytes of its body and of further requests arrive."""
+    connect, head = serve(), POST + upgrade + framing + b"\r\n"
+    for cuts in ((), (len(head) - 1,), (len(head),), (len(head) + 2,), range(1, len(head) + len(body))):
+        connection, data = connect(), (head + body) * times + GET + b"Connection: close\r\n\r\n"
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for begin, end in pairwise((0, *cuts, len(data))):
+            connection.sendall(data[begin:end])
+            if begin == 0 and len(cuts) == 1:
+                # The server reads the first part alone.
+                assert wait_until(partial(has_begun, connect, connection))
+        answers = b"".join(iter(lambda: connection.recv(2**16), b""))  # noqa: B023
+        sizes = [answer.partition(b"\r\n\r\n")[2] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]]
+        assert sizes == [b"5" if body else b"0"] * times + [b"0"]
+
+
+def test_connect_is_refused(serve):
+    """The bytes that follow it are no request."""
+    connection = serve()()
+    connection.sendall(b"CONNECT / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc" + WHOLE)
+    assert read(connection)[0] == 405
+    assert connection.recv(2**10) == b""
 
 
 def test_an_answer_before_a_body_that_does_not_come(serve):
