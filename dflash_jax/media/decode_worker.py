@@ -42,7 +42,7 @@ def _decode(frames: Frames) -> None:
     request = frames.read()
     limits = MediaLimits(**request["limits"])
     limit_memory(limits.memory_bytes)
-    limit_seconds(limits.decode_s)
+    limit_seconds(limits.decode_s(request["kind"]))
     try:
         with open(source, "rb") as file:
             pieces = pieces_of(file)

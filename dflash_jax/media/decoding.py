@@ -16,7 +16,6 @@ from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
 from dflash_jax.media.medium import Medium
 from dflash_jax.media.processor import ImageSettings
 from dflash_jax.media.video import VideoSettings
-from dflash_jax.workers.loop import framed
 from dflash_jax.workers.process import Nursery, WorkerProcess
 
 CANNOT_START = "images and videos need Pillow, which does not start here"
@@ -79,31 +78,25 @@ class MediaDecoder:
         with _memory_file() as source, _memory_file() as target:
             # Tens of megabytes take a while, in which the event loop serves others.
             await asyncio.to_thread(_write, source, data)
-            answer = await self._answer(json.dumps(request).encode(), source, target)
+            answer = await self._answer(request, source, target)
             if "error" in answer:
                 raise MediaError(answer["error"], answer["status"])
             # Not mapped: the server would crash where the file is cut.
             pixels = np.frombuffer(await asyncio.to_thread(_read, target), np.uint8).reshape(answer["shape"])
         return Medium(kind, pixels, settings, tuple(answer["timestamps"]), bytes.fromhex(answer["key"]))
 
-    async def _answer(self, request: bytes, source: BinaryIO, target: BinaryIO) -> dict:
+    async def _answer(self, request: dict, source: BinaryIO, target: BinaryIO) -> dict:
         """The answer of a process, which has ended then, and has where the caller is cancelled."""
-        loop, limits, process = asyncio.get_running_loop(), self.limits, None
+        limits, process = self.limits, None
         try:
-            async with asyncio.timeout(limits.wait_s):
-                process = await self._nursery.forked()
-                socket.send_fds(process.socket, [b"\0"], [source.fileno(), target.fileno()])
-                await loop.sock_sendall(process.socket, framed(request))
-                return json.loads(await process.next())
-        except TimeoutError:
-            raise MediaError(f"it takes more than {limits.wait_s:g} s to decode", 413) from None
+            process = await self._nursery.forked()
+            socket.send_fds(process.socket, [b"\0"], [source.fileno(), target.fileno()])
+            return json.loads(await process.ask(json.dumps(request).encode()))
         except (EOFError, OSError):
             if process is None:
                 raise MediaError("the decoder of images and videos is being restarted: try again later", 503) from None
-            raise MediaError(
-                f"it needs more than {limits.decode_s} s or {limits.memory_bytes >> 20} MiB to decode, or is damaged",
-                413,
-            ) from None
+            most = f"{limits.decode_s(request['kind'])} s of processor time or {limits.memory_bytes >> 20} MiB"
+            raise MediaError(f"it needs more than {most} to decode, or is damaged", 413) from None
         finally:
             if process is not None:
                 self._end(process)

@@ -19,12 +19,13 @@ class MediaLimits:
         videos: Videos of a prompt.
         item_bytes: Bytes of an encoded image or video.
         pixels: Pixels of a decoded image or frame, before it is resized.
+        scans: Scans of a JPEG. Each passes over all pixels, and may have no bytes; usual encoders write 10.
         source_frames: Frames of a video, of which some are sampled.
         image_fetch_s: Seconds of wall time in which an image is fetched, redirects included.
         video_fetch_s: The same of a video.
         redirects: Redirects that a fetch follows.
-        decode_s: Seconds of CPU time of decoding one image or video.
-        wait_s: Seconds of wall time of the same.
+        image_decode_s: Seconds of processor time in which an image is decoded.
+        video_decode_s: The same of a video.
         memory_bytes: Memory of the process that decodes.
         fetches: Fetches at a time.
         decodes: Images and videos decoded at a time.
@@ -35,12 +36,13 @@ class MediaLimits:
     videos: int = 1
     item_bytes: int = 2**26
     pixels: int = 2**26
+    scans: int = 64
     source_frames: int = 2**16
     image_fetch_s: float = 5.0
     video_fetch_s: float = 30.0
     redirects: int = 3
-    decode_s: int = 30
-    wait_s: float = 40.0
+    image_decode_s: int = 10
+    video_decode_s: int = 30
     memory_bytes: int = 3 * 2**29
     fetches: int = 8
     decodes: int = 3
@@ -51,6 +53,10 @@ class MediaLimits:
         for name, value in vars(self).items():
             if value < 0 or (value == 0 and name not in ("images", "videos", "redirects", "waiting")):
                 raise InputError(f"{name} is {value}: it must be positive")
+
+    def decode_s(self, kind: str) -> int:
+        """Seconds of processor time in which an "image" or a "video" is decoded."""
+        return self.image_decode_s if kind == "image" else self.video_decode_s
 
     def check_counts(self, kinds: Iterable[str]) -> None:
         """Checks the number of images and videos of a prompt.

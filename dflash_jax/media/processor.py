@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
 
 from dflash_jax.argument_checks import shown
 from dflash_jax.errors import InputError
@@ -20,6 +22,9 @@ from dflash_jax.media.medium import Medium, PatchSettings
 # Pillow tries no other decoder, whatever the content.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MOST_ASPECT_RATIO = 200
+# A marker of a JPEG; within a scan, other bytes are 0xFF only before a zero or as a restart marker.
+JPEG_MARKER = re.compile(rb"\xff+([\x01-\xcf\xd8-\xfe])")
+START_OF_IMAGE, END_OF_IMAGE, START_OF_SCAN = 0xD8, 0xD9, 0xDA
 # What this module does, whether or not a checkpoint's file says so.
 STEPS = {
     "do_convert_rgb": True,
@@ -174,6 +179,18 @@ def check_area(width: int, height: int, limits: MediaLimits) -> None:
         raise MediaError(f"it has {width} × {height} pixels: at most {limits.pixels} are allowed", 413)
 
 
+def check_scans(jpeg: bytes, limits: MediaLimits) -> None:
+    """Raises MediaError for more scans than ``limits`` allow."""
+    scans = at = 0
+    while (marker := JPEG_MARKER.search(jpeg, at)) and (kind := marker[1][0]) != END_OF_IMAGE:
+        at = marker.end()
+        if kind not in (0x01, START_OF_IMAGE):
+            at += int.from_bytes(jpeg[at : at + 2], "big")
+        scans += kind == START_OF_SCAN
+        if scans > limits.scans:
+            raise MediaError(f"it has more than {limits.scans} scans: at most {limits.scans} are allowed", 413)
+
+
 def read_image(
     source: bytes | Image.Image,
     settings: ImageSettings = ImageSettings(),
@@ -192,6 +209,8 @@ def read_image(
     try:
         image = Image.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
         check_area(*image.size, limits)
+        if isinstance(source, bytes) and isinstance(image, JpegImageFile):
+            check_scans(source, limits)
         image = rgb(ImageOps.exif_transpose(image))
     except (MediaError, MemoryError):
         raise

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from dflash_jax.server.errors import ApiError
 from dflash_jax.workers.process import WorkerProcess
+
+# Least seconds between two looks at the processor time of compilations.
+LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -15,21 +17,19 @@ class GrammarLimits:
     """Limits of grammars.
 
     Attributes:
-        compile_s: Seconds of CPU time that a compilation may take.
-        wait_s: Seconds of wall time that it may take.
-        step_s: Seconds of wall time that the masks of one round may take.
+        compile_s: Seconds of processor time that a compilation may take.
+        step_s: Seconds of processor time that the masks of one round may take.
         memory_bytes: Memory of one process.
         total_bytes: Memory of all processes together.
         compilations: Compilations at a time.
-        sure_s: Seconds that a compilation has before it may be dropped for a waiting one.
+        sure_s: Seconds of processor time that a compilation has before it may be dropped for a waiting one.
         waiting: Requests that may wait for a compilation to begin.
         cached: Compiled grammars that are kept while no request uses them.
         grace_s: Seconds that a grammar is kept for its request's first mask.
     """
 
     compile_s: int = 10
-    wait_s: float = 30.0
-    step_s: float = 10.0
+    step_s: int = 10
     memory_bytes: int = 2**29
     total_bytes: int = 2**31
     compilations: int = 16
@@ -55,7 +55,7 @@ class CompilationQueue:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Waits for a place. The oldest compilation is dropped when all have had their time.
+        """Waits for a place. The compilation with most processor time is dropped once that is more than `sure_s`.
 
         Raises:
             ApiError: 503, too many requests wait.
@@ -69,14 +69,13 @@ class CompilationQueue:
                 raise ApiError(503, f"{self._queued} texts' forms are being compiled: try again later")
             while self._running >= self._limits.compilations:
                 freed.clear()
-                oldest = min(self.compiling, key=lambda p: p.began, default=None)
-                left = self._limits.sure_s if oldest is None else oldest.began + self._limits.sure_s - time.monotonic()
-                if oldest is not None and left <= 0:
-                    oldest.kill("the server compiles the forms of other texts: try again later")
-                    await asyncio.sleep(0.01)
-                    continue
+                used = {process: process.processor_s() for process in self.compiling}
+                left = self._limits.sure_s - max(used.values(), default=0.0)
+                if used and left <= 0 and not any(process.reason for process in used):
+                    longest = max(used, key=lambda process: used[process])
+                    longest.kill("the server compiles the forms of other texts: try again later")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(freed.wait(), left)
+                    await asyncio.wait_for(freed.wait(), max(LOOK_S, left))
             self._running += 1
         finally:
             self._queued -= 1

@@ -23,9 +23,8 @@ from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.grammar_worker import REFUSAL
-from dflash_jax.workers.loop import framed
 from dflash_jax.workers.memory import WorkerMemory
-from dflash_jax.workers.process import Nursery, WorkerProcess
+from dflash_jax.workers.process import STUCK_S, Nursery, WorkerProcess
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -108,18 +107,17 @@ class GrammarMask:
             uint32 [drafts + 1, words], bit i of word w for token 32 w + i; None where there is no answer yet.
 
         Raises:
-            InputError: The process has ended, is too slow or refuses a token.
+            InputError: The process has ended or is stuck, or refuses a token.
         """
-        tokens, limits = self._processes.tokens, self._processes.limits
-        process = self._process
+        tokens, process = self._processes.tokens, self._process
         assert process is not None, "answer without ask"
         try:
             payload = process.wait(timeout_s)
         except EOFError:
             raise InputError(self._end_reason()) from None
         if payload is None:
-            if time.monotonic() - self._mask_requested_at > limits.step_s:
-                raise InputError(f"the text's form cannot be kept: a step took more than {limits.step_s:g} s")
+            if time.monotonic() - self._mask_requested_at > STUCK_S:
+                raise InputError(f"the text's form cannot be kept: a step did not answer for {STUCK_S:g} s")
             return None
         if payload[:1] == REFUSAL:
             raise InputError(payload[1:].decode())
@@ -131,7 +129,8 @@ class GrammarMask:
         process, limits = self._process, self._processes.limits
         reason = "its grammar's process has ended"
         if process is not None:
-            reason = process.reason or f"a step needed more than {limits.memory_bytes >> 20} MiB or {limits.step_s:g} s"
+            most = f"{limits.step_s} s of processor time or {limits.memory_bytes >> 20} MiB"
+            reason = process.reason or f"a step needed more than {most}"
         return f"the text's form cannot be kept: {reason}"
 
     def close(self) -> None:
@@ -282,7 +281,7 @@ class GrammarProcesses:
     def _too_much(self, constraint: Constraint) -> str:
         limits = self.limits
         return (
-            f"{constraint.field} cannot be compiled: it needs more than {limits.compile_s} s or "
+            f"{constraint.field} cannot be compiled: it needs more than {limits.compile_s} s of processor time or "
             f"{limits.memory_bytes >> 20} MiB, or is nested too deeply"
         )
 
@@ -310,18 +309,10 @@ class GrammarProcesses:
         Raises:
             EOFError: The process died.
         """
-        limits, loop = self.limits, asyncio.get_running_loop()
+        limits = self.limits
         # Not asdict: it copies the value, and recurses deeper than JSON's parser and writer.
         request = vars(constraint) | {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
-        try:
-            async with asyncio.timeout(limits.wait_s):
-                await loop.sock_sendall(process.socket, framed(json.dumps(request).encode()))
-                payload = await process.next()
-        except TimeoutError:
-            raise InputError(f"{constraint.field} takes more than {limits.wait_s:g} s to compile") from None
-        except OSError:
-            raise EOFError from None
-        answer = json.loads(payload)
+        answer = json.loads(await process.ask(json.dumps(request).encode()))
         if "error" in answer:
             raise InputError(answer["error"])
         return answer["notes"]

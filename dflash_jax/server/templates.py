@@ -1,6 +1,5 @@
 """Chat templates, rendered in separate processes within limits; see `template_worker`."""
 
-import asyncio
 import json
 from dataclasses import dataclass
 
@@ -8,7 +7,6 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.template_worker import REFUSAL
-from dflash_jax.workers.loop import framed
 from dflash_jax.workers.process import Nursery, WorkerProcess
 
 CANNOT_START = "chat templates need transformers and jinja2, which do not start here"
@@ -19,8 +17,7 @@ class TemplateLimits:
     """Limits of chat templates.
 
     Attributes:
-        seconds: Seconds of CPU time of a conversation.
-        wait_s: Seconds of wall time of a conversation.
+        seconds: Seconds of processor time of a conversation.
         memory_bytes: Memory of a process.
         characters: Characters of a rendered conversation.
         renders: Conversations that are rendered at a time.
@@ -28,7 +25,6 @@ class TemplateLimits:
     """
 
     seconds: int = 4
-    wait_s: float = 10.0
     memory_bytes: int = 2**28
     characters: int = 2**24
     renders: int = 6
@@ -98,7 +94,7 @@ class Templates:
                 "seconds": self.limits.seconds,
                 "characters": self.limits.characters,
             }
-            request = framed(json.dumps(fields).encode())
+            request = json.dumps(fields).encode()
         except RecursionError:
             raise InputError("the conversation is nested too deeply") from None
         with await self._places[is_default].take(1):
@@ -109,21 +105,16 @@ class Templates:
 
     async def _answer(self, request: bytes, is_default: bool) -> bytes:
         """A process' answer. The process is ended where the caller is cancelled."""
-        loop, process, is_reusable = asyncio.get_running_loop(), None, False
+        process, is_reusable = None, False
         try:
-            async with asyncio.timeout(self.limits.wait_s):
-                process = await self._process(is_default)
-                await loop.sock_sendall(process.socket, request)
-                answer = await process.next()
+            process = await self._process(is_default)
+            answer = await process.ask(request)
             is_reusable = is_default
             return answer
-        except TimeoutError:
-            raise InputError(f"the chat template takes more than {self.limits.wait_s:g} s") from None
         except (EOFError, OSError):
             limits = self.limits
-            raise InputError(
-                f"the chat template needs more than {limits.seconds} s or {limits.memory_bytes >> 20} MiB"
-            ) from None
+            most = f"{limits.seconds} s of processor time or {limits.memory_bytes >> 20} MiB"
+            raise InputError(f"the chat template needs more than {most}") from None
         finally:
             if process is not None:
                 if is_reusable:

@@ -122,7 +122,10 @@ def limit_memory(more: int) -> None:
 
 
 def limit_seconds(seconds: int | None) -> None:
-    """Limits CPU time to ``seconds`` from now on; None: no limit."""
+    """Limits processor time, of all threads, to ``seconds`` from now on; None: no limit.
+
+    The process ends at the limit. A limit of the clock would refuse honest work on a busy machine.
+    """
     hard, times = resource.getrlimit(resource.RLIMIT_CPU)[1], os.times()
-    limit = hard if seconds is None else int(times.user + times.system) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+    limit = hard if seconds is None else round(times.user + times.system) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

@@ -14,12 +14,16 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from dflash_jax.errors import InputError
 from dflash_jax.workers.loop import framed, unframed
 
 # Seconds in which a nursery must be ready.
 START_S = 120.0
+# Seconds in which a worker must answer on a machine of any load. Its work is limited by processor time
+# (`limit_seconds`): this limit is for a worker that waits forever.
+STUCK_S = 600.0
 
 
 class Nursery:
@@ -170,6 +174,22 @@ class WorkerProcess:
         """Sends a frame of JSON."""
         self.socket.sendall(framed(json.dumps(value).encode()))
 
+    async def ask(self, request: bytes) -> bytes:
+        """Sends a frame and waits for the next one.
+
+        Raises:
+            EOFError: The process has ended, or was ended because it did not answer for `STUCK_S`.
+        """
+        try:
+            async with asyncio.timeout(STUCK_S):
+                await asyncio.get_running_loop().sock_sendall(self.socket, framed(request))
+                return await self.next()
+        except TimeoutError:
+            self.kill(f"it did not answer for {STUCK_S:g} s")
+            raise EOFError from None
+        except OSError:
+            raise EOFError from None
+
     def poll(self) -> bytes | None:
         """The next frame; None where there is none yet.
 
@@ -223,13 +243,26 @@ class WorkerProcess:
 
         Pages in memory include shared ones.
         """
+        fields = self._stat()
+        return int(fields[7]) * resource.getpagesize(), int(fields[21]) * resource.getpagesize()
+
+    def processor_s(self) -> float:
+        """Seconds of processor time since its fork, or since the system was asked for it where it does not say."""
+        if self.pid is None:
+            return 0.0
+        if not Path("/proc/self/stat").exists():
+            return time.monotonic() - self.began
+        user, system = self._stat()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def _stat(self) -> list[str]:
+        """The fields of ``/proc/PID/stat`` from the third one, the state; zeros where there is none."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 # The fields follow the name, which may have blanks.
-                fields = file.read().rpartition(")")[2].split()
+                return file.read().rpartition(")")[2].split()
         except OSError:
-            return 0, 0
-        return int(fields[7]) * resource.getpagesize(), int(fields[21]) * resource.getpagesize()
+            return ["0"] * 22
 
     def memory(self) -> int:
         """Bytes that it shares with no other process."""

@@ -26,8 +26,8 @@ from tests.server.conftest import wait_until
 
 IMAGES, VIDEOS = ImageSettings(), VideoSettings()
 PNG = encoded(picture(33, 50))
-# Times of a machine that is as slow as may be.
-PATIENT = MediaLimits(wait_s=300.0)
+# Processor time of a machine that is as slow as may be.
+PATIENT = MediaLimits(image_decode_s=300, video_decode_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -140,21 +140,13 @@ def test_a_gif_of_many_frames_is_its_first_one(decoder):
     assert same(found, read_image(content))
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        # 8,192 × 8,192 pixels are 201 MB.
-        ({"memory_bytes": 2**27}, "it needs more than 128 MiB"),
-        ({"wait_s": 1e-9}, "it takes more than 1e-09 s"),
-    ],
-)
-def test_memory_and_time_are_limited(limits, message):
-    decoder = MediaDecoder(MediaLimits(**({"wait_s": 300.0} | limits)))
-    decoder.start()
+def test_memory_is_limited():
+    decoder = MediaDecoder(replace(PATIENT, memory_bytes=2**27))
     try:
+        # 8,192 × 8,192 pixels are 201 MB.
         (error,) = decoded(decoder, png(8192, 8192, 8192))
         assert isinstance(error, MediaError)
-        assert message in str(error)
+        assert "it needs more than 128 MiB" in str(error)
         assert error.status == 413
     finally:
         decoder.stop()
@@ -166,12 +158,18 @@ def long_video() -> bytes:
     return clip(frames=400, rate=30, height=720, width=1280)
 
 
-def test_processor_time_is_limited(long_video):
-    decoder = MediaDecoder(MediaLimits(decode_s=1, wait_s=600.0))
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_processor_time_is_limited_for_each_kind(long_video, kind):
+    decoder = MediaDecoder(replace(PATIENT, **{f"{kind}_decode_s": 1}))
     try:
-        (error,) = decoded(decoder, long_video, settings=VIDEOS, num_frames=400)
+        if kind == "video":
+            (error,) = decoded(decoder, long_video, settings=VIDEOS, num_frames=400)
+        else:
+            # Chunks of 24 MB are read one by one, whatever the number of pixels.
+            (error,) = decoded(decoder, png(1, 1, 1, chunk(b"prVt", b"") * 2_000_000))
         assert isinstance(error, MediaError)
-        assert "it needs more than 1 s" in str(error)
+        assert "it needs more than 1 s of processor time" in str(error)
+        assert error.status == 413
     finally:
         decoder.stop()
 
@@ -229,7 +227,7 @@ def test_a_cancelled_decode_ends_its_process(decoder, long_video, monkeypatch):
 
 
 def test_images_beyond_those_that_may_wait_are_refused():
-    decoder = MediaDecoder(MediaLimits(decodes=1, waiting=2, wait_s=300.0))
+    decoder = MediaDecoder(replace(PATIENT, decodes=1, waiting=2))
     try:
         found = decoded(decoder, *[PNG] * 5)
         assert [isinstance(each, Medium) for each in found] == [True] * 3 + [False] * 2

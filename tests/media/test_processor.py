@@ -162,3 +162,24 @@ def test_settings_that_cannot_be_kept_are_refused(tmp_path, text, message):
     with pytest.raises(InputError, match=message) as error:
         image_settings(tmp_path)
     assert "preprocessor_config.json" in str(error.value)
+
+
+def with_scans(jpeg: bytes, scans: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated until there are ``scans``."""
+    at, count = jpeg.rindex(b"\xff\xda"), jpeg.count(b"\xff\xda")
+    return jpeg[:at] + jpeg[at:-2] * (scans - count + 1) + jpeg[-2:]
+
+
+def test_scans_of_a_jpeg_are_limited():
+    """Those of the image that is decoded: not of a thumbnail, and not what follows its end."""
+    exif = Image.Exif()
+    exif[0x9286] = fakes = b"\xff\xda" * 100
+    progressive = encoded(picture(40, 60), "JPEG", progressive=True)
+    told = encoded(picture(40, 60), "JPEG", progressive=True, exif=exif, comment=fakes, restart_marker_blocks=1)
+    for given in (told, with_scans(progressive, 64), progressive * 20):
+        read_image(given)
+    for given in (with_scans(progressive, 65), with_scans(progressive, 2000)):
+        with pytest.raises(MediaError, match="more than 64 scans") as error:
+            read_image(given)
+        assert error.value.status == 413
+        read_image(given, limits=MediaLimits(scans=2000))
