@@ -38,7 +38,8 @@ class AddressServer:
         self._uds, self._listening = args.uds, transport.listen(args.host, args.port, args.uds)
         self.url = transport.url(self._listening, tls is not None)
         limits = Limits(media_body_bytes=args.max_media_body)
-        self.ingress = Ingress(secret, args.api_keys, allowed_hosts(args), limits, args.wait_s)
+        origins = () if args.cors is None else args.cors.origins
+        self.ingress = Ingress(secret, args.api_keys, allowed_hosts(args), limits, args.wait_s, origins)
         self._store = ResponseStore(args.response_store)
         app = transport.UnderPath(self.ingress, args.root_path) if args.root_path else self.ingress
         connections = ConnectionLimits(connections=allow_connections(args.max_connections))

@@ -41,6 +41,7 @@ class Ingress:
         hosts: Names that the Host header may have; None for any.
         limits: Limits of a request.
         wait_s: As `Link.wait_s`.
+        origins: As `Access.origins`.
 
     Attributes:
         is_draining: Whether no further requests are taken.
@@ -57,9 +58,10 @@ class Ingress:
         hosts: Collection[str] | None = None,
         limits: Limits = DEFAULT_LIMITS,
         wait_s: float = Link.wait_s,
+        origins: Collection[str] = (),
     ):
         self._secret, self.limits, self._wait_s = secret, limits, wait_s
-        self._access = Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS))
+        self._access = Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS), origins)
         self.is_draining, self.in_flight = False, 0
         # See `BodyTable`.
         self.arriving: set[Body] = set()

@@ -1,8 +1,9 @@
-"""Access control: API keys and host names."""
+"""Access control: API keys, host names, and pages of other origins."""
 
 import hashlib
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from dflash_jax.server.errors import ApiError
 
@@ -10,6 +11,10 @@ from dflash_jax.server.errors import ApiError
 OPEN_PATHS = frozenset(
     ("/health", "/health_generate", "/ready", "/ping", "/version", "/metrics", "/docs", "/openapi.json")
 )
+# Paths at which a GET changes state.
+CHANGING_GETS = frozenset(("/flush_cache",))
+# Content-Types of a POST that a browser sends for a page of any site without asking the server first.
+SIMPLE_TYPES = frozenset((b"", b"text/plain", b"multipart/form-data", b"application/x-www-form-urlencoded"))
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -34,15 +39,22 @@ class Access:
         keys: API keys, one of which a request must have; empty: none is needed.
         hosts: Names that the Host header may have, ``*.example.com`` for all below a domain; None or ``*`` for any.
         open_paths: Paths that need no key.
+        origins: Other origins whose pages may use the server; ``*`` for all.
     """
 
-    def __init__(self, keys: Sequence[str], hosts: Collection[str] | None, open_paths: Collection[str]):
+    def __init__(
+        self,
+        keys: Sequence[str],
+        hosts: Collection[str] | None,
+        open_paths: Collection[str],
+        origins: Collection[str] = (),
+    ):
         self.keys = [key.encode() for key in keys]
         self.hosts = None if hosts is None or "*" in hosts else tuple(h.lower().strip("[]") for h in hosts)
-        self.open_paths = frozenset(open_paths)
+        self.open_paths, self.origins = frozenset(open_paths), frozenset(origins)
 
     def check(self, scope) -> bytes:
-        """Checks host and key of a request.
+        """Checks host, origin and key of a request.
 
         Returns:
             The request's owner, a digest of its key. Without keys, clients are distinguished by the key they send.
@@ -52,6 +64,8 @@ class Access:
         """
         headers = dict(scope["headers"])
         self._check_host([value.decode("latin-1") for name, value in scope["headers"] if name == b"host"])
+        if "*" not in self.origins and _is_simple(scope, headers):
+            self._check_origin(headers)
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             # Anthropic's clients send the key in this header.
@@ -79,3 +93,32 @@ class Access:
         if name not in self.hosts and not name.endswith(tuple(domains)):
             # The header may have any bytes; the message is ASCII.
             raise ApiError(403, f"the host {host!a} is not served here: start the server with --allowed-hosts {name!a}")
+
+    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuses a page of another origin. Clients that are no browsers send neither of the headers."""
+        origin, site = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"sec-fetch-site")
+        if site is None:
+            is_own = not origin or _netloc(origin) == headers.get(b"host", b"").decode("latin-1").lower()
+        else:
+            is_own = site in (b"same-origin", b"none")
+        if not is_own and origin not in self.origins:
+            page = f"a page of {origin!a}" if origin else "a page of another origin"
+            raise ApiError(403, f"{page} may not send this request: start the server with --allowed-origins")
+
+
+def _is_simple(scope, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request changes state, and a page of any site can have a browser send it without a preflight."""
+    if scope["method"] in ("GET", "HEAD"):
+        return scope["path"] in CHANGING_GETS
+    return scope["method"] == "POST" and _type(headers) in SIMPLE_TYPES
+
+
+def _type(headers: Mapping[bytes, bytes]) -> bytes:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

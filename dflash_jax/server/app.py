@@ -155,7 +155,8 @@ def build(
     add_handlers(app)
     for path in PAGE_PATHS:
         app.add_api_route(path, page_file(path), include_in_schema=False, response_model=None)
-    app.add_middleware(Gate, serving=serving, access=Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS)))
+    access = Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS), () if cors is None else cors.origins)
+    app.add_middleware(Gate, serving=serving, access=access)
     if cors is not None:
         # Around the gate: a preflight has no key, and pages must be able to read refusals.
         cors.add_to(app)

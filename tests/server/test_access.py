@@ -103,6 +103,44 @@ def test_request_with_two_host_headers_is_refused(hosts):
     assert error.value.status_code == 400
 
 
+OWN, OTHER = {"host": "localhost:30000", "origin": "http://localhost:30000"}, {"host": "localhost:30000"}
+OTHER |= {"origin": "https://evil.example"}
+BY_SITE = {"host": "localhost:30000", "sec_fetch_site": "cross-site"}
+PATHS = [("POST", "/flush_cache"), ("GET", "/flush_cache"), ("HEAD", "/flush_cache"), ("POST", "/reset_prefix_cache")]
+PATHS += [("POST", "/abort_request"), ("POST", "/v1/responses/resp_1/cancel"), ("POST", "/generate")]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_a_page_of_another_origin_changes_nothing_unless_it_is_allowed(method, path):
+    access, allows = Access((), None, ()), Access((), None, (), ["https://evil.example"])
+    everything = Access((), None, (), ["*"])
+    same_site = OTHER | {"origin": "http://localhost:3000", "sec_fetch_site": "same-site"}
+    pages = (OTHER, BY_SITE, same_site, OTHER | {"origin": "null"}, OTHER | {"origin": "https://["})
+    for headers in (*pages, OTHER | {"content_type": "Text/Plain; charset=x"}):
+        assert status(access, path, method, **headers) == 403
+        assert status(everything, path, method, **headers) == 200
+    assert status(allows, path, method, **OTHER, sec_fetch_site="cross-site") == status(allows, path, method, **OTHER)
+    assert status(allows, path, method, **OTHER) == 200
+    assert status(allows, path, method, **same_site) == 403
+    # The page of this server, below a proxy too; an address that is typed; clients that are no browsers.
+    own = (OWN, OWN | {"sec_fetch_site": "same-origin"}, OTHER | {"sec_fetch_site": "same-origin"})
+    for headers in (*own, {"sec_fetch_site": "none"}, {"host": "localhost:30000"}, {}):
+        assert status(access, path, method, **headers) == 200
+
+
+def test_what_a_browser_asks_for_first_or_changes_nothing_is_for_cors_to_decide():
+    access = Access((), None, ())
+    assert status(access, "/v1/models", **OTHER) == status(access, "/v1/models", "OPTIONS", **OTHER) == 200
+    assert status(access, "/v1/responses/resp_1", "DELETE", **OTHER) == 200
+    assert status(access, "/generate", "POST", content_type="application/json", **OTHER) == 200
+
+
+def test_a_page_of_another_origin_does_not_flush_the_cache(quiet):
+    for method, path in PATHS[:4]:
+        assert quiet.http.request(method, path, headers={"Origin": "https://evil.example"}).status_code == 403
+        assert quiet.http.request(method, path).status_code in (200, 400)
+
+
 def test_two_hosts_over_a_socket(quiet):
     with socket.create_connection(("127.0.0.1", int(quiet.url.rpartition(":")[2])), timeout=120) as s:
         s.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nhOST: evil.example\r\nConnection: close\r\n\r\n")
