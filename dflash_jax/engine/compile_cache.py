@@ -7,14 +7,17 @@ from pathlib import Path
 
 import jax
 
-from dflash_jax.user_cache import report_unwritable, user_cache
+from dflash_jax.user_cache import is_private, report_once, report_unwritable, user_cache
 
 # Roughly the size of a compiled program: a directory without room for it counts as full.
 PROBE_BYTES = 2**20
 
 
 def enable_disk_cache() -> None:
-    """Keeps compiled programs in the user's cache directory, or in JAX_COMPILATION_CACHE_DIR where that is set."""
+    """Keeps compiled programs in the user's cache directory, or in JAX_COMPILATION_CACHE_DIR where that is set.
+
+    Where other users can write the former, it is not used; the latter is the user's choice, and used with a warning.
+    """
     if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         try:
             jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
@@ -22,17 +25,22 @@ def enable_disk_cache() -> None:
             # Images with JAX alone run the benchmarks of decoding without a cache.
             return
     directory = jax.config.values["jax_compilation_cache_dir"]
+    is_read, reason = True, None
     # JAX itself handles other kinds of storage (gs://…).
-    reason = None if directory is None or "://" in directory else _why_unwritable(Path(directory))
-    if directory is not None and reason is not None:
-        # The CPU's kernels are in the user's cache, too: one line is for both.
-        is_users = "JAX_COMPILATION_CACHE_DIR" not in os.environ and Path(directory) == user_cache() / "xla"
-        report_unwritable(user_cache() if is_users else Path(directory), reason)
+    if directory is not None and "://" not in directory:
+        path, reason = Path(directory), _why_unwritable(Path(directory))
+        is_own = "JAX_COMPILATION_CACHE_DIR" not in os.environ and path == user_cache() / "xla"
+        is_read = path.is_dir()
+        if is_read and not is_private(path.stat()):
+            is_read = not is_own
+            says = "they are not used: chmod 700, or remove it" if is_own else "they run in this process"
+            report_once(path, f"other users can write the compiled programs in {path}: {says}")
+        elif reason is not None:
+            # The CPU's kernels are in the user's cache, too: one line is for both.
+            report_unwritable(user_cache() if is_own else path, reason)
     # Otherwise JAX warns for each program that it cannot be written. Programs that are there are read all the same.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1 if reason is None else float("inf"))
-    jax.config.update(
-        "jax_enable_compilation_cache", reason is None or (directory is not None and Path(directory).is_dir())
-    )
+    jax.config.update("jax_enable_compilation_cache", is_read)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
@@ -48,7 +56,7 @@ def cache_directory() -> Path | None:
 def _why_unwritable(directory: Path) -> str | None:
     """The reason why programs cannot be written to ``directory``, or None."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()

@@ -11,7 +11,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from pathlib import Path
 import jax
 from jaxlib import version as jaxlib_version
 
-from dflash_jax.user_cache import report_unwritable, user_cache
+from dflash_jax.user_cache import NotPrivateError, is_private, make_private, report_unwritable, user_cache
 
 log = logging.getLogger("dflash_jax")
 
@@ -33,10 +32,6 @@ SOURCES = [
 HEADERS = [HERE / f"{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
-
-
-class NotPrivateError(PermissionError):
-    """Other users can write the directory of the libraries."""
 
 
 def threads() -> int:
@@ -82,32 +77,14 @@ def load(compiler: list[str]) -> ctypes.CDLL:
 
 def compiled(compiler: list[str]) -> Path:
     """The path of an intact library of this user; others of the same key are deleted."""
-    directory, key = private_directory(), source_key(compiler)
+    directory, key = user_cache() / "kernels", source_key(compiler)
+    make_private(directory)
     for path in sorted(directory.glob(f"cpu-{key}-*.so")):
         if is_intact(path):
             return path
         log.warning("%s is damaged, or another user can write it: the CPU's kernels are compiled again", path)
         path.unlink(missing_ok=True)
     return build(compiler, directory, key)
-
-
-def private_directory() -> Path:
-    """The cache directory of the libraries, created for this user alone.
-
-    Raises:
-        NotPrivateError: Other users can write it.
-        OSError: It cannot be created.
-    """
-    directory = user_cache() / "kernels"
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not is_private(directory.stat()):
-        raise NotPrivateError(f"{directory} must be this user's and not writable by others: chmod 700, or remove it")
-    return directory
-
-
-def is_private(status: os.stat_result) -> bool:
-    """Whether a file or directory belongs to this user or to root, and no other user can write it."""
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def is_intact(path: Path) -> bool:

@@ -88,16 +88,6 @@ def test_what_is_not_to_be_trusted_is_compiled_again(damage, library, cache, cap
     assert str(library) in line
 
 
-def test_whose_files_are_trusted(tmp_path, monkeypatch):
-    def status(uid: int, mode: int) -> os.stat_result:
-        return os.stat_result((mode, 0, 0, 1, uid, 0, 0, 0, 0, 0))
-
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert all(cpu_library.is_private(status(uid, 0o755)) for uid in (0, 1000))
-    assert not cpu_library.is_private(status(1001, 0o700))
-    assert not any(cpu_library.is_private(status(1000, mode)) for mode in (0o720, 0o702, 0o777))
-
-
 def test_a_library_of_another_user_is_compiled_again(library, cache, monkeypatch, caplog):
     fstat = os.fstat
 
@@ -123,7 +113,7 @@ def test_a_directory_that_others_can_write_is_not_used(mode, library, cache, cap
 
 
 def test_a_directory_of_another_user_is_not_used(library, cache, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_library, "is_private", lambda status: not stat.S_ISDIR(status.st_mode))
+    monkeypatch.setattr("dflash_jax.user_cache.is_private", lambda status: not stat.S_ISDIR(status.st_mode))
     assert cpu.why_not.__wrapped__()
     assert len(lines_of(caplog)) == 1
 
