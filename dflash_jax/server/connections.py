@@ -215,6 +215,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 # The parser takes data after this head for another protocol's. A server may ignore an upgrade (RFC
                 # 9110, 7.8): the head is parsed again without it, then its body and further requests.
                 data = self._head_without_upgrade() + data[e.args[0] :]
+                # This one ignores data after a request that is its connection's last.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
                 return

@@ -347,6 +347,11 @@ UPGRADES = (
     b"Upgrade: h2c\r\n",
     b"Connection: Upgrade\r\n",
 )
+# Of a request that is its connection's last.
+LAST_UPGRADES = (
+    b" HTTP/1.1\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n",
+    b" HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n",
+)
 BODIES = (
     (b"", b""),
     (b"Content-Length: 5\r\n", b"GET /"),
@@ -376,6 +381,16 @@ def test_an_upgrade_is_ignored(serve, upgrade, framing, body, times):
         answers = b"".join(iter(lambda: connection.recv(2**16), b""))  # noqa: B023
         sizes = [answer.partition(b"\r\n\r\n")[2] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]]
         assert sizes == [b"5" if body else b"0"] * times + [b"0"]
+
+
+@pytest.mark.parametrize("upgrade", LAST_UPGRADES)
+@pytest.mark.parametrize(("framing", "body"), BODIES, ids=["none", "length", "chunked"])
+def test_an_upgrade_of_the_last_request_is_ignored(serve, upgrade, framing, body):
+    connection = serve()()
+    connection.sendall(b"POST /" + upgrade + b"Host: x\r\n" + framing + b"\r\n" + body + WHOLE)
+    answers = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answers.count(b"HTTP/1.1 ") == answers.count(b"\r\nconnection: close\r\n") == 1
+    assert answers.endswith(b"\r\n\r\n5" if body else b"\r\n\r\n0")
 
 
 def test_connect_is_refused(serve):
