@@ -53,7 +53,7 @@ def main() -> None:
     (plain,) = llm.generate([PROMPT], params, block_size=1)
     (drafted,) = llm.generate([PROMPT], params, block_size=BLOCK)
     assert drafted.token_ids == plain.token_ids
-    print(PROMPT, drafted.text, sep="")
+    print(f"{PROMPT}{drafted.text}")
     print(f"--- {len(drafted.token_ids)} tokens in rounds of {drafted.mean_acceptance_length:.2f}")
 
 

@@ -351,7 +351,7 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def smollm2_or_bundled(tell: Callable[[str], object]) -> str | None:
+def smollm2_or_bundled(tell: Callable[[str], None]) -> str | None:
     """The target where none is named: SmolLM2 once it is on this machine, else the bundled pair (None).
 
     Args:

@@ -46,7 +46,7 @@ class ServerParser(Parser):
     where = "--help lists the options; docs/flags.md lists vLLM's and SGLang's"
 
 
-def make_parser() -> "ServerParser":
+def make_parser() -> ServerParser:
     """The parser of `serve`."""
     p = ServerParser(prog=program("serve"), description=DESCRIPTION, allow_abbrev=False)
     http = p.add_argument_group("http")

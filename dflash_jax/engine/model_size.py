@@ -55,7 +55,8 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
 
     config = getattr(module, "config", None)
-    config = config if isinstance(config, ModelConfig) else config_of(cast("Drafting", module))
+    if not isinstance(config, ModelConfig):
+        config = config_of(cast("Drafting", module))
     ffns = [getattr(layer, "ffn", None) for layer in config.layers]
     moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
     experts = moe.num_experts if moe else 0
