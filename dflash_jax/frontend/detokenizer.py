@@ -132,7 +132,7 @@ class _ByteDecoder:
 
 
 class _ContextDecoder:
-    """Decodes tokens of other vocabularies: new ones after the one before them, which decides about a first space."""
+    """Decodes tokens of other vocabularies: new ones after the last ones, which decide about a first space."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -183,12 +183,8 @@ class _ContextDecoder:
     def finish(self) -> str:
         """The text of what waits."""
         if text := self._decoded():
-            # One token is enough where it has text of its own.
-            self._context = self._waiting[-1:]
-            if not (before := self._tokenizer.decode(self._context, self._skip)):
-                self._context = self._waiting
-                before = self._tokenizer.decode(self._context, self._skip)
-            self._before, self._waiting = before, []
+            self._context, self._waiting = self._waiting, []
+            self._before = self._tokenizer.decode(self._context, self._skip)
         self._text, self._begun = "", 0
         return text
 
