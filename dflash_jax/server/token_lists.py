@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import WrapValidator
 
@@ -98,8 +98,7 @@ async def _numbers(body: bytes, start: int, end: int) -> list[int]:
 
 async def _joined(values: list, runs: Mapping[str, list[int]]) -> list:
     """A list with its runs of numbers in place of their names."""
-    joined: list[Any] = WholeNumbers()
-    is_whole = True
+    joined, is_whole = cast("list[Any]", WholeNumbers()), True
     for each in values:
         if isinstance(each, str) and each in runs:
             joined += runs[each]
