@@ -7,7 +7,7 @@ from typing import Any
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 # A string, or anything else that is not punctuation.
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s{}\[\],:"]+', re.DOTALL)
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[^\s{}\[\],:"]+', re.DOTALL)
 
 
 def dumped(value: object) -> bytes:

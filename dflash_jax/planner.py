@@ -157,7 +157,7 @@ def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None
     """
     from dflash_jax.checkpoint import fp8
     from dflash_jax.checkpoint.config_files import read_config_file
-    from dflash_jax.checkpoint.files import tensor_names
+    from dflash_jax.checkpoint.load import draft_tensor_names
     from dflash_jax.models import families
     from dflash_jax.models.config import DraftConfig
     from dflash_jax.models.families import dflash
@@ -165,10 +165,10 @@ def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None
     raw, config = read_config_file(Path(target), families.read_target, overrides)
     drafter, draft_block = None, None
     if draft is not None:
-        of_head = overrides if draft == target else None
+        of_head = overrides if Path(draft).resolve() == Path(target).resolve() else None
         draft_raw, drafter = read_config_file(Path(draft), families.read_drafter, of_head)
         if isinstance(drafter, DraftConfig):
-            drafter = dflash.with_tables(drafter, draft_raw, tensor_names(Path(draft)))
+            drafter = dflash.with_tables(drafter, draft_raw, draft_tensor_names(Path(draft)))
         drafter.check_fits(config)
         draft_block = fp8.read_block(draft_raw, Path(draft))
     return Shapes(config, drafter, fp8.read_block(raw, Path(target)), draft_block)

@@ -1,7 +1,7 @@
 """Loads modules from Hugging Face directories, and saves them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import jax
@@ -41,6 +41,9 @@ def _open(
     """
     block = fp8.read_block(raw, directory)
     expected = {t.name: t.shape for e in entries for t in e.tensors}
+    tables = [e.tensors[0].name for e in entries if e.path in ("embed", "head") and block and fp8.is_scaled(e, files)]
+    if tables:
+        raise InputError(f"{directory} has {tables[0]!r} in FP8: an embedding or a head is read unquantized only")
     if block:
         expected |= {t.name: t.shape for t in fp8.scales(entries, files, block)}
     problems = [f"missing {n!r} {list(s)}" for n, s in expected.items() if n not in files]
@@ -101,8 +104,13 @@ def read_draft_config(directory: Path, overrides: dict | None = None) -> DraftCo
     config = parsed(families.read_drafter, raw, directory)
     if isinstance(config, MtpConfig):
         return config
-    names = orbax.tensor_names(directory) if orbax.is_orbax(directory) else tensor_names(directory)
+    names = draft_tensor_names(directory)
     return parsed(lambda raw: dflash.with_tables(config, raw, names), raw, directory)
+
+
+def draft_tensor_names(directory: Path) -> Collection[str]:
+    """The tensors of a drafter's directory: Hugging Face's, or one of `orbax.convert`."""
+    return orbax.tensor_names(directory) if orbax.is_orbax(directory) else tensor_names(directory)
 
 
 def open_target(directory: str | Path, overrides: dict | None = None) -> Source[ModelConfig]:

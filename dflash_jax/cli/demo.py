@@ -51,7 +51,12 @@ def open_pair(is_bundled: bool, kernels: str):
     """The `LLM` of the demo, and whether it is the bundled pair."""
     from dflash_jax.frontend.llm import LLM
 
-    target = None if is_bundled else smollm2_or_bundled(tell)
+    target = None
+    if not is_bundled:
+        try:
+            target = smollm2_or_bundled(tell)
+        except InputError as e:
+            tell(f"{' '.join(str(e).split())}: the bundled pair of tiny models instead")
     return LLM(target, prefix_bytes=0, kernels=kernels), target is None
 
 

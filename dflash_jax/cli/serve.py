@@ -70,14 +70,20 @@ def follow(args, system) -> int:
         return 0
 
 
+def name_model(args) -> None:
+    """Names SmolLM2 or the bundled pair where the arguments name no model, so that all processes have the same."""
+    if args.target is None and not args.bundled:
+        args.target = smollm2_or_bundled(log.warning)
+        args.bundled = args.target is None
+
+
 def load(args, system):
-    """The `LLM` that the arguments describe; ``args.target`` becomes what is served where they name none."""
+    """The `LLM` that the arguments describe, as `name_model` changes them."""
     with starting():
         set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
 
-    if args.target is None and not args.bundled:
-        args.target = smollm2_or_bundled(log.warning)
+    name_model(args)
     return LLM(
         **llm_options(args, system),
         prefix_bytes=args.prefix_bytes,

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from dflash_jax.cli.options import leave
-from dflash_jax.cli.serve import check_extra, set_logging, warn_of_open_access
+from dflash_jax.cli.serve import check_extra, name_model, set_logging, warn_of_open_access
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.server import transport
 
@@ -75,6 +75,8 @@ def run(args: Namespace, system) -> NoReturn:
     if args.address is None:
         _check_address(args)
     warn_of_open_access(args)
+    # Here, not in each replica, which may have another network.
+    name_model(args)
     signals = {each: signal.signal(each, _on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
     children, drain_s, ingress = _Processes(), 0.0, None
     try:

@@ -73,8 +73,9 @@ LARGEST_PREFILL = 4096
 # Share of a chunk that may be padding. A CPU takes as long for padding as for a token; an accelerator is bound by
 # reading weights, and runs one half-empty chunk faster than two full ones.
 PADDING = {"cpu": 0.25}
-# The least and the largest distance of cached prefixes of a prompt on a CPU. On an accelerator, where a chunk takes as
-# long as reading the weights whatever it holds, they are up to the largest chunk apart.
+# The least and the largest distance of cuts of a prompt, at which prefixes are cached, on a CPU; the least one on an
+# accelerator. There a chunk takes as long as reading the weights, whatever it holds: cuts are as far apart as a chunk
+# is large, but for the reproducible mode, in which the next turn of a conversation goes on from the last of them.
 CPU_CUT_SPACING, MIN_CUT_DISTANCE = (16, 256), 512
 # Limits of a program for several short prompts: prompts, and tokens in all, padding included, by platform.
 PREFILL_BATCH, PREFILL_BATCH_TOKENS = 8, {"gpu": 2048, "tpu": 256}
@@ -115,10 +116,11 @@ def prefill_config(
     """
     limit = max_num_batched_tokens or max(2048, largest_prefill(kernels))
     sizes = sorted({*PREFILL_SIZES, largest_prefill(kernels)})
+    farthest = PREFILL_SIZES[-1] if isolated else largest_prefill(kernels)
     return {
         "prefill_sizes": tuple(s for s in sizes if s <= max(limit, sizes[0])),
         "prefill_padding": PADDING.get(platform, 0.5),
-        "cut_spacing": CPU_CUT_SPACING if platform == "cpu" else (MIN_CUT_DISTANCE, largest_prefill(kernels)),
+        "cut_spacing": CPU_CUT_SPACING if platform == "cpu" else (MIN_CUT_DISTANCE, farthest),
         "prefill_batch_tokens": 0 if isolated else min(PREFILL_BATCH_TOKENS.get(platform, 0), limit),
         "max_num_batched_tokens": limit,
     }
@@ -142,7 +144,7 @@ class EngineConfig:
         swap_bytes: Bytes of one device's pages that may wait on the host, of requests that are swapped out; None for
             as many as the host has memory for. Requests beyond them compute their tokens again.
         markers: Token ids that open a message.
-        cut_spacing: The least and the largest distance of cached prefixes of a prompt.
+        cut_spacing: The least and the largest distance of a prompt's cuts, as `prefix_cache.cut_points` takes it.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
         masks: Whether requests may have masks, so that warm-up compiles their programs.
         media: Whether requests may have images and videos; likewise.

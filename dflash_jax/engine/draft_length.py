@@ -9,8 +9,8 @@ where p_i is the probability that the sequence accepts draft i of a block where 
 
 At first the p_i follow from the acceptance on record for the drafter (`engine.acceptance`), and the seconds from the
 measurements on record for the device and the models (`engine.round_costs`); both are then measured, with the drafter's
-part and the update of contexts included. Seconds that are not measured are predicted, and a prediction decides only
-what is tried first: until a drafting round is measured, plain decoding is the choice.
+part and the update of contexts included. Seconds that are not measured are predicted. A prediction decides what is
+tried first, and chooses only where nothing could be measured for a while: plain decoding comes first.
 
 A round says little about the acceptance of other drafters, and plain decoding (b = 1) nothing about any: from time to
 time, for at most a fiftieth of the time, other rounds are tried where they could be faster. A compiled round that is
@@ -39,7 +39,7 @@ from dflash_jax.engine.round_costs import NO_RECORD, CostRecord
 LONGER_WEIGHT, SHORTER_WEIGHT = 0.05, 0.5
 # Runs of a program of which the last is a measurement: the first is slower.
 MEASURED_RUNS = 2
-# Dispatches of plain decoding, at most, before predicted costs decide: beside prefill nothing can be measured.
+# Dispatches to measure a cost, at most: beside prefill nothing can be measured. Then predicted costs decide.
 PLAIN_DISPATCHES = 16
 # Acceptance assumed of a block size that is not in use, share of the time for trying others, and the rounds and the
 # seconds of a trial, at least.
@@ -80,7 +80,7 @@ class DraftLengthPolicy:
         record: CostRecord = NO_RECORD,
     ):
         self.speculations, self._predict, self._record = tuple(speculations), predict, record
-        self.seconds = record.load()
+        self.seconds = {key: s for key, s in record.load().items() if key[1] in self.speculations}
         drafters = sorted({each.drafter for each in speculations if each.drafter is not None and each.block_size > 1})
         places = max(each.block_size for each in speculations) - 1
         self.drafters = {i: DrafterRecord(rates.get(i, [USUAL_RATE]), places) for i in drafters}
@@ -90,8 +90,8 @@ class DraftLengthPolicy:
         self._runs: Counter = Counter(dict.fromkeys(self.seconds, MEASURED_RUNS))
         # By (batch size, speculation): seconds of all rounds at its last measurement.
         self._measured: dict[tuple[int, Speculation], float] = {}
-        # Dispatches without a measured cost, by batch size.
-        self._guesses: Counter[int] = Counter()
+        # Dispatches to measure a cost, by batch size and speculation (None: the first, plain one).
+        self._guesses: Counter[tuple[int, Speculation | None]] = Counter()
         self._alone = DraftingAlone()
         # The shortest of the recent measurements.
         self._least = {key: value / RECORD_ERROR for key, value in self.seconds.items()}
@@ -103,7 +103,9 @@ class DraftLengthPolicy:
         self._spent += seconds * rounds
         # What was measured long ago counts no more.
         is_recent = self._spent - self._measured.get(key, 0.0) <= RETRY_S
-        self._least[key] = min(seconds, self._least.get(key, seconds)) if is_recent else seconds
+        # A least cost on record gives way to the first measurement of this process.
+        has_least = is_recent and key in self._measured
+        self._least[key] = min(seconds, self._least.get(key, seconds)) if has_least else seconds
         is_recent = is_recent and self._runs[key] > MEASURED_RUNS
         self._measured[key] = self._spent
         old = self.seconds.get(key, seconds) if is_recent else seconds
@@ -133,7 +135,8 @@ class DraftLengthPolicy:
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""
-        self._record.save({key: seconds for key, seconds in list(self.seconds.items()) if self.is_measured(*key)})
+        measured = [key for key in tuple(self._measured) if self.is_measured(*key)]
+        self._record.save({key: self.seconds[key] for key in measured})
 
     def is_measured(self, batch_size: int, speculation: Speculation) -> bool:
         """Whether the cost of a round is measured, in this process or on record."""
@@ -268,8 +271,8 @@ class DraftLengthPolicy:
         # What a drafter takes alone follows from what it takes with all contexts.
         known = [each for each in candidates if rounds.is_measured(each) or rounds.is_measured(each.with_all)]
         ready = [each for each in known if each in rounds.compiled] or known
-        if not ready and self._guesses[batch_size] < PLAIN_DISPATCHES:
-            self._guesses[batch_size] += 1
+        if not ready and self._guesses[batch_size, None] < PLAIN_DISPATCHES:
+            self._guesses[batch_size, None] += 1
             return candidates[0]
         ready = ready or [each for each in candidates if each in rounds.compiled] or candidates
         best = max(ready, key=rounds.speed)
@@ -283,8 +286,11 @@ class DraftLengthPolicy:
         unmeasured = [each for each in others if each in rounds.compiled and not rounds.is_measured(each)]
         if not any(each in rounds.compiled or rounds.is_measured(each) for each in drafting):
             unmeasured = [max(drafting, key=rounds.speed)]
+        unmeasured = [each for each in unmeasured if self._guesses[batch_size, each] < PLAIN_DISPATCHES]
         if unmeasured and any(map(rounds.is_measured, plain if best.block_size == 1 else [best])):
-            return max(unmeasured, key=rounds.optimistic)
+            trial = max(unmeasured, key=rounds.optimistic)
+            self._guesses[batch_size, trial] += 1
+            return trial
         if best.block_size == 1 and NO_DRAFTER in plain and self._cannot_pay({s: rounds.costs[s] for s in choices}):
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:

@@ -21,6 +21,8 @@ SEQUENCE_DISPATCHES = 50
 STAYING = 0.05
 # Rounds of a drafter alone until their cost is known well, and the share of the rounds that is for trials then.
 COMPARED_ROUNDS, TRIAL_SHARE = 80, 0.02
+# The least average ratio of a drafter whose cost alone is not known: it may be the better one.
+NEAR = 0.9
 
 
 class DraftingAlone:
@@ -49,7 +51,7 @@ class DraftingAlone:
         best = max(ratios, key=ratios.__getitem__, default=None)
         self._better = best if best is not None and ratios[best] > 1.0 else None
         sequence.alone = self._better
-        unknown = [drafter for drafter in ratios if self._alone_rounds[drafter] < COMPARED_ROUNDS]
+        unknown = [d for d, ratio in ratios.items() if ratio > NEAR and self._alone_rounds[d] < COMPARED_ROUNDS]
         if unknown:
             sequence.alone = max(unknown, key=ratios.__getitem__)
         elif self._trial_rounds < TRIAL_SHARE * self._rounds:

@@ -187,8 +187,11 @@ class Engine:
         heapq.heappush(self._queue, (*request.rank, request))
 
     def _dequeue(self, request: Request) -> None:
-        """Takes a request out of the queue, if it is there; its entry goes with many others."""
-        if self._waiting.pop(request, self) is None and len(self._queue) > 2 * len(self._waiting):
+        """Takes a request out of the queue, if it is there. Its entry stays until most entries are such."""
+        if request not in self._waiting:
+            return
+        del self._waiting[request]
+        if len(self._queue) > 2 * len(self._waiting):
             self._queue = [(*waiting.rank, waiting) for waiting in self._waiting]
             heapq.heapify(self._queue)
 

@@ -36,7 +36,7 @@ class _Prefill:
         order: Number of its arrival.
         drafting: Whether the drafter's context is filled too. Then only prefixes with the drafter's part can be used.
         cuts: Positions at which prefixes are cached.
-        lasting: Those whose snapshots stay: the end of the first message, and where prompts part.
+        lasting: Those whose snapshots are not thinned out: the end of the first message, and where prompts part.
         keys: The cache keys of its prefixes.
         parent: The last cached prefix that was reached.
         can_cache: Whether what follows ``parent`` can still become a prefix.
@@ -106,9 +106,8 @@ class Prefiller:
             # As the earlier run fed its tokens: the bits are the same.
             tokens, size = request.prompt, self.runner.settings.block_size
             end = len(tokens) - 1 + request.resumed // size * size
-        # Equal bits need the cuts that every prompt with these tokens has.
-        spacing, at_end = self.config.cut_spacing, not self.runner.aligned
-        cuts = cut_points(tokens, len(tokens) - 1, self.config.markers, spacing, request.media, at_end)
+        spacing, aligned = self.config.cut_spacing, self.runner.aligned
+        cuts = cut_points(tokens, len(tokens) - 1, self.config.markers, spacing, request.media, aligned)
         is_scored = request.prompt_logprobs is not None
         uses_cache = self.prefix_cache.budget > 0 and not is_scored
         drafting = drafting and not is_scored
@@ -117,7 +116,7 @@ class Prefiller:
             drafting = not drafting
         keys = PrefixKeys(tokens[:-1] if uses_cache else (), request.cache_salt, request.media, drafting)
         lasting = {next((cut for cut in cuts if tokens[cut] in self.config.markers), 0)}
-        if at_end and uses_cache and (parting := self._parting(keys, request)):
+        if not aligned and uses_cache and (parting := self._parting(keys, request)):
             lasting.add(parting)
             cuts = sorted({*cuts, parting})
         order = next(self._order)
@@ -223,6 +222,7 @@ class Prefiller:
             and other.request.is_resident
             and not other.is_fed
             and other.next_cut == cut
+            and self._can_advance(other)
             and other.order < prefill.order
             and other.request.priority <= prefill.request.priority
         )
@@ -408,8 +408,8 @@ class Prefiller:
         start = prefill.parent.length if prefill.parent else 0
         segments, snapshot = self._pages.of_slot(slot, start, end), self._pages.snapshot(slot, end)
         sizes = self._pages.bytes(segments), self._pages.bytes(snapshot)
-        key, blocks, is_thinned = prefill.keys.of(end), prefill.keys.blocks(start, end), end not in prefill.lasting
-        prefix = self.prefix_cache.add(key, prefill.parent, segments, snapshot, *sizes, blocks, is_thinned)
+        key, blocks, may_thin = prefill.keys.of(end), prefill.keys.blocks(start, end), end not in prefill.lasting
+        prefix = self.prefix_cache.add(key, prefill.parent, segments, snapshot, *sizes, blocks, may_thin)
         prefill.can_cache = prefix is not None
         self._continue_from(prefill, prefix)
 

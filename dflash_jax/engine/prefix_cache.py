@@ -1,8 +1,8 @@
 """Where a prompt is cut into chunks, and the cache of prefixes.
 
-Cuts between chunks depend only on the prompt's tokens up to `EngineConfig.cut_spacing` after them: a prompt that
-continues from a cut of an earlier one runs the same chunks that a full prefill would run, and computes the same bits
-where prompts are prefilled one by one.
+In the reproducible mode cuts follow from the tokens before them alone, and only prefixes at cuts are used: a prompt
+that goes on from one runs the chunks that a full prefill would run, and computes the same bits. Otherwise there are
+also cuts at the end of a prompt and where it parts from another one, and any prefix is used.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,7 @@ import numpy as np
 from dflash_jax.engine.media import PromptMedia
 from dflash_jax.engine.prefix_tiers import BROUGHT_SHARE, Copies, Piece, PrefixTiers
 
-# Messages of fewer tokens do not get a snapshot of their own.
+# The shortest first message that ends with a cut. Prefixes that end fewer tokens after another one are headers.
 MIN_MESSAGE = 16
 # A snapshot between two others is dropped where the distance of these is at most `SPACING` times their distance from
 # either end of the conversation: then a prompt that diverges there prefills at most `SPACING` times what it shares or
@@ -35,12 +35,12 @@ def cut_points(
     markers: frozenset[int],
     spacing: tuple[int, int],
     media: PromptMedia | None = None,
-    at_end: bool = True,
+    aligned: bool = False,
 ) -> list[int]:
     """Positions in 1 … last at which a prefix is cached, ascending.
 
-    The first message ends with a cut, since system prompts and tools are shared. After it, each cut is at the last
-    marker within the spacing, or else about as far away as that allows. None divides an image or a frame.
+    The first message ends with a cut, since system prompts and tools are shared. After it, each cut is at a marker
+    within the spacing, or else about as far away as that allows. None but the last divides an image or a frame.
 
     Args:
         tokens: The prompt.
@@ -48,9 +48,10 @@ def cut_points(
         markers: Token ids that open a message.
         spacing: The least and the largest distance of two cuts.
         media: The images and videos of the prompt.
-        at_end: Whether the last marker is a cut, too, at the least distance or more. It is where the next turn of a
-            conversation goes on if its template drops the thoughts of this one. No other prompt with the same tokens
-            needs to have that cut.
+        aligned: Whether every prompt with these tokens has the same cuts: each is at the first marker within the
+            spacing. Otherwise it is at the last one, so that chunks are large, and the last marker of the prompt is a
+            cut, too, at the least distance or more: there the next turn of a conversation goes on if its template
+            drops the thoughts of this one.
     """
     nearest, farthest = spacing
     spans = media.spans if media else ()
@@ -63,17 +64,17 @@ def cut_points(
     cuts, before = [], 0
     while True:
         limit = before + farthest if before >= opening else min(before + farthest, opening)
-        if limit >= last:
-            break
-        marker = places[bisect_right(places, limit) - 1] if places else 0
-        if marker >= before + nearest and before >= opening:
-            before = marker
-        else:
+        near = places[bisect_left(places, before + nearest) : bisect_right(places, limit)] if before >= opening else []
+        if near and (aligned or limit < last):
+            before = near[0 if aligned else -1]
+        elif limit < last:
             # A cut at the border of two pages divides none.
             border = limit - limit % BLOCK
             before = outside(border if border >= before + nearest and limit != opening else limit, before, media)
+        else:
+            break
         cuts.append(before)
-    if at_end and places and places[-1] >= max(before + nearest, opening):
+    if not aligned and places and places[-1] >= max(before + nearest, opening):
         cuts.append(places[-1])
     return [*(cut for cut in cuts if cut < last), last] if last else []
 
@@ -184,7 +185,7 @@ class Prefix:
             prefixes that continue this one can be restored.
         children: The prefixes whose parent this is.
         headers: Those of them that end fewer than `MIN_MESSAGE` tokens later.
-        is_thinned: Whether its snapshot goes where those around it serve.
+        may_thin: Whether its snapshot goes where those around it serve.
         stored: Of the prefixes before it, those whose snapshot was stored when this one was added, newest first.
         pins: Users of this prefix, and its children that have any.
     """
@@ -192,7 +193,7 @@ class Prefix:
     key: PrefixKey
     parent: "Prefix | None" = field(repr=False)
     blocks: Sequence[bytes] = ()
-    is_thinned: bool = True
+    may_thin: bool = True
     segments: Piece = field(init=False)
     snapshot: Piece | None = None
     children: "dict[Prefix, None]" = field(default_factory=dict, repr=False)
@@ -322,7 +323,7 @@ class PrefixCache:
         segments_size: int,
         snapshot_size: int,
         blocks: Sequence[bytes] = (),
-        is_thinned: bool = True,
+        may_thin: bool = True,
     ) -> Prefix | None:
         """Adds a prefix.
 
@@ -334,7 +335,7 @@ class PrefixCache:
             segments_size: Bytes of the segments on one device.
             snapshot_size: Bytes of the snapshot on one device.
             blocks: Digests of its whole blocks that end after the parent.
-            is_thinned: Whether its snapshot may go where those around it serve.
+            may_thin: Whether its snapshot may go where those around it serve.
 
         Returns:
             The prefix; the one that has this key already where there is one. None where it cannot be cached: there is
@@ -342,8 +343,10 @@ class PrefixCache:
         """
         if parent is not None and not self._is_cached(parent):
             return None
-        if (existing := self.find(key)) is not None:
-            return existing
+        if (existing := self._prefixes.get(key)) is not None:
+            existing.may_thin = existing.may_thin and may_thin
+            if existing.snapshot is not None:
+                return existing
         prefix = self._prefixes.get(key)
         size = snapshot_size + (segments_size if prefix is None else 0)
         # Room must not be made by what the new prefix needs.
@@ -352,7 +355,7 @@ class PrefixCache:
             self.pin(needed)
         has_room = self.tiers.has_room(size)
         if has_room and prefix is None:
-            prefix = Prefix(key, parent, blocks, is_thinned)
+            prefix = Prefix(key, parent, blocks, may_thin)
             prefix.segments = Piece(prefix, segments_size, segments)
             self._prefixes[key] = prefix
             self._lengths.setdefault(key.block, Counter())[key.length] += 1
@@ -386,8 +389,8 @@ class PrefixCache:
         following, prefix.stored = prefix, []
         for part, before in zip(inner, [*(p.length for p in inner), 0][1:], strict=True):
             allowed = SPACING * min(before, prefix.length - following.length)
-            is_between = part.is_thinned and len(part.children) == 1 and following.length - before <= allowed
-            if part.snapshot is not None and is_between:
+            if part.may_thin and len(part.children) == 1 and following.length - before <= allowed:
+                assert part.snapshot is not None
                 self.tiers.remove(part.snapshot)
                 part.snapshot = None
             else:

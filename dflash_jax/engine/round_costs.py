@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_jax.decoding.speculative import DEFERRED_SIZE, EXTENSION_SIZE
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.model_size import Weights, weigh
-from dflash_jax.models.drafters import config_of
+from dflash_jax.models.drafters import config_of, vocabulary_of
 
 if TYPE_CHECKING:
     from dflash_jax.models.decoder import Decoder
@@ -78,12 +77,11 @@ class RoundCosts:
         self._target, self._target_layers = weigh(target, target.layout), len(target.config.layers)
         self._weights = [weigh(drafter, target.layout) for drafter in drafters]
         self._configs = [config_of(drafter) for drafter in drafters]
-        listed = [getattr(drafter, "vocabulary", None) for drafter in drafters]
-        shares = [1.0 if v is None else len(v.ids) / target.config.vocab_size for v in listed]
-        # What a pass reads of a head beside all of the drafter's weights, of which its own head is a part.
+        listed = [vocabulary_of(drafter) for drafter in drafters]
+        # What a pass reads of a head beside all of the drafter's weights, of which its own and a shortlist are parts.
         self._heads = [
-            share * (weights.head or self._target.head) - weights.head
-            for share, weights in zip(shares, self._weights, strict=True)
+            (0.0 if vocabulary else weights.head or self._target.head) - weights.head
+            for vocabulary, weights in zip(listed, self._weights, strict=True)
         ]
         is_cached = self._target.total + sum(weights.total for weights in self._weights) < platform.cache
         self._read_speed = platform.cache_speed if is_cached else 1.0
@@ -116,8 +114,9 @@ class RoundCosts:
         return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)
 
 
-# Days after which a cost is measured anew, and the least change of one that is written.
-RECORD_DAYS, LEAST_CHANGE = 7, 0.1
+# Days after which a cost is measured anew, and after which one that was measured again is written, the least change of
+# one that is written before, and the least seconds of a round.
+RECORD_DAYS, RENEWAL_DAYS, LEAST_CHANGE, LEAST_S = 7, 1, 0.1, 1e-9
 
 # By (batch size, speculation): seconds of a round.
 Seconds = Mapping[tuple[int, Speculation], float]
@@ -146,28 +145,29 @@ class CostRecord:
         with suppress(OSError, ValueError, RecursionError):
             lines = json.loads(self._path.read_bytes()) if self._path else []
         for line in lines if isinstance(lines, list) else ():
-            with suppress(TypeError, ValueError):
+            with suppress(TypeError, ValueError, OverflowError):
                 batch_size, block_size, drafter, is_alone, seconds, measured = line
                 is_valid = type(batch_size) is int and type(block_size) is int and type(is_alone) is bool
-                is_valid = is_valid and (drafter is None or type(drafter) is int) and isfinite(seconds) and seconds > 0
+                is_valid = is_valid and (drafter is None or type(drafter) is int)
+                is_valid = is_valid and batch_size > 0 and LEAST_S <= seconds < 1 / LEAST_S
                 if is_valid and 0 <= now - measured < RECORD_DAYS * 86_400:
                     key = batch_size, Speculation(block_size, drafter, is_alone)
                     self._entries[key] = float(seconds), float(measured)
         return {key: seconds for key, (seconds, _) in self._entries.items()}
 
     def save(self, seconds: Seconds) -> None:
-        """Writes what was measured, where there is more of it than on record, or where it changed."""
+        """Writes what this process has measured, where it is new, has changed, or was written a day ago."""
         if self._path is None:
             return
-        changed = {
-            key: value
-            for key, value in seconds.items()
-            if key not in self._entries or abs(value / self._entries[key][0] - 1) > LEAST_CHANGE
-        }
-        if not changed:
+        now, entries = time.time(), dict(self._entries)
+        for key, value in seconds.items():
+            before, written = entries.get(key, (0.0, 0.0))
+            if abs(value - before) > LEAST_CHANGE * before or now - written > RENEWAL_DAYS * 86_400:
+                entries[key] = value, now
+        if entries == self._entries:
             return
-        self._entries |= {key: (value, time.time()) for key, value in changed.items()}
-        lines: list[list[Any]] = [[n, *speculation, *entry] for (n, speculation), entry in self._entries.items()]
+        self._entries = entries
+        lines: list[list[Any]] = [[n, *speculation, *entry] for (n, speculation), entry in entries.items()]
         with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
             try:
                 json.dump(lines, file)

@@ -65,6 +65,7 @@ class Generation(Prompts):
     programs: Executables
     plain_programs: Executables
     reproducible: bool
+    load: Callable[[], None]
     _sync_engine: SyncEngine
     _request_ids: count
 
@@ -289,6 +290,7 @@ class Generation(Prompts):
 
     def _submit(self, groups: list[list[TextSequence]]) -> None:
         """Submits the sequences of prompts. A call that is refused takes none of the LLM's seeds."""
+        self.load()
         seeds = copy.copy(self._seeds)
         for group in groups:
             if seeds is not None and not group[0].has_given_seed:

@@ -25,7 +25,7 @@ from dflash_jax.engine.host_copies import allow_pinned_memory, free_memory
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.replay import Follower, Leader
-from dflash_jax.engine.round_costs import CostRecord, RoundCosts, platform_named, processors
+from dflash_jax.engine.round_costs import NO_RECORD, CostRecord, RoundCosts, platform_named, processors
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
@@ -42,7 +42,7 @@ from dflash_jax.frontend.loading import (
 )
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.drafters import config_of
+from dflash_jax.models.drafters import config_of, vocabulary_of
 from dflash_jax.models.drafting import Drafting, DraftWindow, check_complete, together
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.cache import page_size
@@ -206,13 +206,14 @@ class LLM(Generation):
         Raises:
             InputError: It does not fit the target, or is no whole `Drafting`.
         """
+        self.load()
         check_complete(drafter)
         check_type("draft", drafter, Drafting)
         config = config_of(drafter)
         config.check_fits(self.config)
         placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
         if isinstance(placed, Drafter | Mtp):
-            placed.vocabulary = known = getattr(self.drafter, "vocabulary", None)
+            placed.vocabulary = known = vocabulary_of(self.drafter)
             before, owner = (head_owner(each, self.target) for each in (self.drafter, placed))
             if known is not None and before is not owner:
                 placed.vocabulary = shortlist(known.ids[...], owner, self.dtype)
@@ -295,6 +296,7 @@ class LLM(Generation):
 
     def _policy(self) -> DraftLengthPolicy:
         """The policy that has measured rounds with the drafter; a new one before the first."""
+        self.load()
         return self._sync_engine.policy(self.programs) or self._new_policy(self.programs)
 
     def _new_policy(self, programs: Executables) -> DraftLengthPolicy:
@@ -309,10 +311,13 @@ class LLM(Generation):
             largest, is_stepped = min(self.largest_block, config.block_size), isinstance(drafter, Mtp)
             block_sizes.append(compiled_block_sizes(largest, self.block_size, is_stepped))
         models = [(x.shape, x.dtype.name) for x in jax.tree.leaves((self.target, self.drafters))]
-        listed = [v and len(v.ids) for v in (getattr(drafter, "vocabulary", None) for drafter in self.drafters)]
-        device = jax.devices()[0].device_kind, processors(), self.backend, str(self.target.layout)
+        listed = [v and len(v.ids) for v in map(vocabulary_of, self.drafters)]
+        device = jax.devices()[0].device_kind, processors(), self.backend, str(self.target.layout), self.reproducible
         versions = __version__, jax.__version__
         record = CostRecord(cache_directory(), versions, device, models, listed, self.draft_window)
+        if not all(isinstance(drafter, Drafter | Mtp) for drafter in self.drafters):
+            # What an object of the caller's computes has no name.
+            record = NO_RECORD
         return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record)
 
     def new_engine(

@@ -44,7 +44,7 @@ from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
-from dflash_jax.ops.weights import PackedWeight
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, is_weight
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths, parameter_specs, place
 
@@ -119,7 +119,7 @@ def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) 
 
 def _overrides(given: LLMConfig, draft: Path | Drafting, target: Path) -> dict | None:
     """What overrides a drafter's config.json: that of an MTP head is the target's."""
-    return given.hf_overrides if isinstance(draft, Path) and draft == target else None
+    return given.hf_overrides if isinstance(draft, Path) and draft.resolve() == target.resolve() else None
 
 
 def _draft_vocabulary(given: LLMConfig, draft: Path | Drafting, config: ModelConfig) -> jax.Array | None:
@@ -224,7 +224,7 @@ def without_copies(drafter: D, target: Decoder) -> D:
     config, embed = drafter.config, target.embed[...]
     head = embed if target.config.tied_embeddings else target.head[...]
 
-    def is_copy(own, table) -> bool:
+    def is_copy(own: jax.Array, table) -> bool:
         table = table.dense() if isinstance(table, PackedWeight) else table
         return own.dtype == table.dtype and bool(jnp.array_equal(own, table))
 
@@ -235,8 +235,9 @@ def without_copies(drafter: D, target: Decoder) -> D:
     )
     if config == drafter.config:
         return drafter
-    shape = abstract_drafter(config, drafter.fc[...].dtype, target.layout, target.backend)
-    leaves = dict(zip(parameter_paths(drafter), jax.tree.leaves(drafter), strict=True))
+    # Weights in few bits are leaves here, in a structure of arrays.
+    shape = abstract_drafter(config, embed.dtype, target.layout, target.backend)
+    leaves = dict(zip(parameter_paths(drafter, is_weight), jax.tree.leaves(drafter, is_leaf=is_weight), strict=True))
     return jax.tree.unflatten(jax.tree.structure(shape), [leaves[path] for path in parameter_paths(shape)])
 
 
@@ -264,7 +265,11 @@ def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
             raise wrong("draft", drafter, right) from None
     shape = abstract_drafter(drafter.config, DTYPES[dtype], target.layout, target.backend)
     shardings = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
-    dense = unpack_weights(drafter)
+    dense = jax.tree.map(
+        lambda x: x.dense(DTYPES[dtype]) if isinstance(x, QuantizedWeight) else x,
+        unpack_weights(drafter),
+        is_leaf=is_weight,
+    )
     is_kept = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
     leaves = [np.asarray(x).astype(DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
     placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]

@@ -116,8 +116,8 @@ class SyncEngine:
 
     def leave(self, sequences: Sequence[TextSequence]) -> None:
         """Ends delivery to sequences, and aborts those that have not ended. Keeps what the engine has measured."""
-        if self.engine is not None:
-            self.engine.policy.keep()
         for sequence in sequences:
             if self._router.remove(sequence.request) and self.engine is not None:
                 self.engine.abort(sequence.request)
+        if self.engine is not None:
+            self.engine.policy.keep()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dflash_jax.models.config import DraftConfig, ModelConfig, check_taps
-from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.drafting import Drafting
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
@@ -62,6 +62,12 @@ class OwnConfig:
     def check_fits(self, target: ModelConfig) -> None:
         """As `DraftConfig.check_fits`."""
         check_taps(self.taps, target)
+
+
+def vocabulary_of(drafter: Drafting | None) -> DraftVocabulary | None:
+    """The shortlist of a drafter; None where it has none."""
+    vocabulary = getattr(drafter, "vocabulary", None)
+    return vocabulary if isinstance(vocabulary, DraftVocabulary) else None
 
 
 def config_of(drafter: Drafting) -> DraftConfig | MtpConfig | OwnConfig:

@@ -177,6 +177,8 @@ class Drafting(Protocol):
 def check_complete(drafter: Any) -> None:
     """Raises InputError for what has a method ``propose`` and not all of `Drafting`."""
     missing = [name for name in vars(Drafting) if not (name.startswith("_") or hasattr(drafter, name))]
+    if isinstance(drafter, type) and hasattr(drafter, "propose"):
+        raise wrong("draft", drafter, f"an object: {drafter.__name__}(...)")
     if missing and hasattr(drafter, "propose"):
         raise wrong("draft", drafter, f"a drafter, which has {', '.join(missing)} too (see `Drafting`)")
 

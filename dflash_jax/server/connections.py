@@ -138,7 +138,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Closes the connection when the server stops."""
         # Closing a TLS connection twice would discard its unsent bytes.
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._phase == "discarding":
+            self.transport.close()
+        else:
             super().shutdown()
 
     def pause_writing(self) -> None:
@@ -237,7 +241,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_parsing:
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.response_started or self._phase != "body":
+            if self.cycle.response_started or self._phase != "body" or self.pipeline:
                 # The answer to another request is being sent; a second answer would corrupt it.
                 self.transport.abort()
                 return

@@ -79,6 +79,16 @@ class Run:
             piece = Piece("", token_ids, lengths, logprobs=logprobs, finish_reason=reason)
             yield index, sequences[index].replay(piece, drafts, draft_tokens)
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether there are pieces of earlier runs."""
+        return bool(self._lines)
+
+    def ended(self) -> set[int]:
+        """The sequences that ended in earlier runs."""
+        lines = map(json.loads, self._lines)
+        return {index for index, _, _, _, _, reason, _ in lines if reason is not None}
+
     async def end_replay(self) -> None:
         """Records that the events of all `replayed` pieces are sent."""
         if self._lines:

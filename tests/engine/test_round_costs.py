@@ -128,7 +128,7 @@ def test_costs_are_written_where_they_changed_and_forgotten_after_a_week(tmp_pat
     assert path.stat().st_ino == before
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 5 * 86_400)
-    record.save({**MEASURED, (1, NO_DRAFTER): 0.003})
+    record.save({(1, NO_DRAFTER): 0.003})
     monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
     assert CostRecord(tmp_path).load() == {(1, NO_DRAFTER): 0.003}
     assert [*tmp_path.iterdir()] == [path]
@@ -145,6 +145,11 @@ def test_costs_are_written_where_they_changed_and_forgotten_after_a_week(tmp_pat
         b"[[[[",
         b"[" * 10**6,
         b"[1, null, [], [1, 2, 3], [1, 4, 0, false, NaN, 1e9], [1, 4, 0, false, 1e999, 1e9]]",
+        b"[[1, 4, 0, false, 1"
+        + b"0" * 400
+        + b", 1e9], [1, 4, 0, false, 1, 1"
+        + b"0" * 400
+        + b"], [0, 4, 0, false, 1, 1e9]]",
         b'[[1, 4, 0, false, -1, 0], ["1", 4, 0, false, 1, 0], [1, 4, 0, false, 1, 1e99], [1, 4, [], false, 1, 0]]',
     ],
 )
@@ -168,3 +173,18 @@ def test_costs_that_cannot_be_kept_are_left_out(tmp_path):
     (tmp_path / "directory").mkdir()
     CostRecord(tmp_path / "directory").save(MEASURED)
     assert json.loads(next((tmp_path / "directory").iterdir()).read_text())
+
+
+@pytest.mark.usefixtures("kept")
+def test_costs_that_are_measured_again_are_renewed_and_those_of_other_drafters_are_left_out(tmp_path, monkeypatch):
+    CostRecord(tmp_path).save({**MEASURED, (1, Speculation(4, 7)): 1.0})
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 5 * 86_400)
+    policy = DraftLengthPolicy(ROUNDS, record=CostRecord(tmp_path))
+    assert policy.seconds == MEASURED
+    for _ in range(3):
+        policy.observe_seconds(1, Speculation(4), 0.002)
+    assert policy.least_cost(1, Speculation(4)) == 0.002
+    policy.keep()
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
+    assert CostRecord(tmp_path).load() == {(1, Speculation(4)): 0.002}

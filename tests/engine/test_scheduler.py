@@ -350,7 +350,8 @@ def test_the_longest_prefix_is_used_wherever_an_earlier_prompt_ended():
             assert r.cached == (0 if text is prompt else 1024 if len(text) < len(prompt) else cached)
 
 
-def test_the_next_turn_prefills_what_is_new_where_the_thoughts_of_the_last_one_are_dropped():
+@pytest.mark.parametrize("aligned", [False, True])
+def test_the_next_turn_prefills_what_is_new_where_the_thoughts_of_the_last_one_are_dropped(aligned):
     rng, marker, ended = random.Random(1), 1, 0
     header, thinks = [marker, 2], [3, 3]
 
@@ -358,6 +359,7 @@ def test_the_next_turn_prefills_what_is_new_where_the_thoughts_of_the_last_one_a
         return [marker, *(rng.randrange(4, VOCAB) for _ in range(length))]
 
     e = engine(capacity=8192, prefix_bytes=10**8, markers=frozenset([marker]), cut_spacing=(16, 256))
+    e.runner.aligned, e.runner.settings = aligned, Settings(8)
     text = [*message(300), *message(40)]
     for _ in range(20):
         e.submit(r := request([*text, *header, *thinks], 5))

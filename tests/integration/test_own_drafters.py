@@ -140,3 +140,33 @@ def test_what_is_no_drafter_is_refused_by_name(llm, kind, fault):
         llm.with_drafter(kind())
     with pytest.raises(InputError, match=fault):
         LLM(draft=["mtp", kind()])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Listed(Nonsense):
+    """Has a field of the name that a `Drafter` has for something else."""
+
+    vocabulary: int = 5
+
+
+def test_costs_of_the_callers_code_are_on_no_record_and_its_fields_are_its_own(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_jax.frontend.llm.cache_directory", lambda: tmp_path)
+    other = llm.with_drafter(Listed(nonsense().weights, nonsense().more))
+    for each in (llm, other, other.with_drafter(nonsense())):
+        policy = each._new_policy(each.programs)
+        for _ in range(3):
+            policy.observe_seconds(1, Speculation(1), 0.01)
+        policy.keep()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_class_in_place_of_a_drafter_is_refused(llm):
+    with pytest.raises(InputError, match=r"an object: Nonsense\(\.\.\.\)"):
+        llm.with_drafter(Nonsense)
+
+
+def test_an_llm_that_is_not_loaded_loads_when_it_is_used():
+    params = SamplingParams(temperature=0, max_tokens=4)
+    found = LLM.unloaded().with_drafter(nonsense()).generate(PROMPTS[:1], params, 1)
+    assert found[0].token_ids == LLM.unloaded().generate(PROMPTS[:1], params, 1)[0].token_ids

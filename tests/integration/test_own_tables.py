@@ -180,3 +180,36 @@ def test_training_drafts_with_the_drafters_tables_and_is_taught_by_the_targets()
     assert len(set(np.round(restated, 3).tolist())) == 8
     assert np.any(grads.embed[...])
     assert np.any(grads.head[...])
+
+
+def in_fp8(directory, path, names):
+    """A drafter with the matrices that ``names`` says in FP8, one scale for each block of 128."""
+    directory = shutil.copytree(directory, path)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if names(name)]:
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = np.ones((-(-rows // 128), -(-columns // 128)), ml_dtypes.bfloat16)
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["none", "copies", "own"])
+def test_tables_beside_weights_in_fp8(kind, tables, own, whole, tmp_path):
+    plain = {"none": TINY / "draft", "own": own}.get(kind) or with_tables(tmp_path / "copies", **tables)
+    scaled = in_fp8(plain, tmp_path / "fp8", lambda name: name.endswith("_proj.weight"))
+    llm = LLM(None, scaled)
+    assert (llm.drafter.config.own_head, llm.drafter.config.own_embedding) == ((kind == "own",) * 2)
+    assert [ids for ids, _ in answers(llm)] == [ids for ids, _ in whole]
+    # From memory its weights are multiplied out.
+    assert [ids for ids, _ in answers(LLM().with_drafter(llm.drafter))] == [ids for ids, _ in whole]
+
+
+def test_tables_in_fp8_are_refused_by_name(own, tmp_path):
+    for name in (HEAD, EMBEDDING):
+        scaled = in_fp8(own, tmp_path / name, lambda found, name=name: found == name)
+        with pytest.raises(InputError, match=f"has '{name}' in FP8: an embedding or a head is read unquantized only"):
+            LLM(None, scaled)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_jax import InputError, SamplingParams
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_open
-from dflash_jax.json_text import dumped
+from dflash_jax.json_text import dumped, reworded
 from dflash_jax.server.errors import JsonResponse
 from dflash_jax.server.large_answers import json_pieces
 from dflash_jax.server.messages_output import _object
@@ -306,3 +306,8 @@ def test_the_library_splits_answers_as_the_server_does(quiet, llm, thinking, has
 def test_a_stream_is_of_one_conversation(llm):
     with pytest.raises(InputError, match="2 conversations: a stream is of one"):
         llm.stream_chat([MESSAGES, MESSAGES])
+
+
+def test_numbers_in_a_string_that_is_cut_stay_text():
+    assert reworded('{"a": "call 007 no') == '{"a": "call 007 no'
+    assert reworded('{"a": 007, "b": "x\\" 01') == '{"a": "007", "b": "x\\" 01'
