@@ -68,11 +68,11 @@ def test_the_device_fails_in_the_middle_of_many_streams(llm):
         found = asyncio.run(main())
         for status, told, is_ended in found:
             # 503 for one that came to the engine's thread behind the failure.
-            assert status in (200, 500, 503)
+            assert status in (200, 503)
             assert "on fire" in told[-1]["error"]["message"]
             assert is_ended
-        # Some had begun, the others still waited for a slot.
-        assert {200, 500} <= {status for status, _, _ in found}
+        # Some had begun, the others still waited for a slot, with their headers sent.
+        assert {len(told) > 1 for status, told, _ in found if status == 200} == {True, False}
         assert running.http.get("/health").status_code == running.http.get("/ready").status_code == 503
         for path, body in (("/v1/completions", BODY), ("/generate", {"text": "x"})):
             refused = running.post(path, **body)
