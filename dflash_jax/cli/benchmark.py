@@ -41,7 +41,6 @@ from dflash_jax.cli.options import (
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
-from dflash_jax.models.drafters import vocabulary_of
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.sampling_params import SamplingParams
 
@@ -257,6 +256,8 @@ async def cells(results: Results, tasks: dict, methods: list[Method], args, aski
 
 def drafted_tokens(llm) -> int | None:
     """Tokens of the drafter's shortlist; None where it drafts all."""
+    from dflash_jax.models.drafters import vocabulary_of
+
     listed = vocabulary_of(llm.drafter)
     return None if listed is None else len(listed.ids[...])
 

@@ -49,6 +49,7 @@ def write(text: str) -> None:
 
 def open_pair(is_bundled: bool, kernels: str):
     """The `LLM` of the demo, and whether it is the bundled pair."""
+    from dflash_jax.checkpoint.smollm2 import NAME
     from dflash_jax.frontend.llm import LLM
 
     target = None
@@ -56,7 +57,7 @@ def open_pair(is_bundled: bool, kernels: str):
         try:
             target = smollm2_or_bundled(tell)
         except InputError as e:
-            tell(f"{' '.join(str(e).split())}: the bundled pair of tiny models instead")
+            tell(f"{' '.join(str(e).split())}: the bundled pair of tiny models instead of {NAME}")
     return LLM(target, prefix_bytes=0, kernels=kernels), target is None
 
 

@@ -49,6 +49,8 @@ def follows(args) -> bool:
     """Joins the processes that ``--distributed`` makes one server of: whether this one follows the first."""
     if not args.distributed:
         return False
+    if args.target is None and not args.bundled:
+        raise InputError("--distributed: name a model, or --bundled, so that every process has the same")
     from dflash_jax.parallel import distributed
 
     distributed.start()

@@ -284,8 +284,6 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
             log.warning("%s needs nothing here: the host's work always overlaps the device's", name)
     take_model_from_keys(args)
     take_model(args)
-    if args.distributed and args.target is None and not args.bundled:
-        raise InputError("--distributed: name a model, or --bundled, so that every process has the same")
     if args.bundled and args.target is not None:
         raise InputError(f"--bundled and the target {args.target}: give one of them")
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)

@@ -10,11 +10,12 @@ from dflash_jax.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
 from dflash_jax.checkpoint import smollm2
 from dflash_jax.cli.aliases import READ_APART
 from dflash_jax.cli.arguments import make_parser as make_generate_parser
-from dflash_jax.cli.serve import load
+from dflash_jax.cli.serve import follows, load
 from dflash_jax.cli.serve_arguments import make_parser, parse
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.other_flags import NOTHING, REFUSED, read_word
+from dflash_jax.parallel import distributed
 from dflash_jax.server.additions import Additions
 
 VLLM = [
@@ -93,11 +94,12 @@ def test_without_a_network_a_server_has_the_bundled_pair_and_one_line_says_so(lo
         load(*parse([]))
 
 
-def test_processes_of_one_server_name_their_model():
+def test_processes_of_one_server_name_their_model(monkeypatch):
+    monkeypatch.setattr(distributed, "start", lambda: None)
     with pytest.raises(InputError, match="--distributed: name a model, or --bundled"):
-        parse(["--distributed"])
+        follows(parse(["--distributed"])[0])
     for words in (["--bundled"], ["smollm2"], ["--config", "qwen3-8b"]):
-        assert parse(["--distributed", *words])[0].distributed
+        assert not follows(parse(["--distributed", *words])[0])
 
 
 def test_bundled_beside_a_model_is_refused():
