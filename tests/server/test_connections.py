@@ -317,6 +317,28 @@ def test_an_answer_before_the_body_is_read_by_a_client_that_sends_the_whole_body
     assert rest == b"0"
 
 
+def test_a_refused_connection_ends_when_the_server_stops(serve):
+    """Although its client could send on for a while."""
+    connect = serve(discard_s=600.0, body_s=600.0)
+    connection = connect()
+    connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n")
+    assert read(connection)[0] == 400
+    (refused,) = connect.open
+    refused.loop.call_soon_threadsafe(refused.shutdown)
+    assert wait_until(lambda: not connect.open)
+
+
+def test_a_refusal_of_a_pipelined_request_is_not_written_into_the_answer_before_it(serve):
+    connection = serve()()
+    connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+    data = connection.recv(2**16)
+    connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n")
+    with contextlib.suppress(ConnectionError):
+        data += b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert data.startswith(b"HTTP/1.1 200")
+    assert data.count(b"HTTP/1.1") == 1
+
+
 def test_an_answer_before_a_body_without_end(serve):
     connection = serve(discard_bytes=2**20)()
     connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")

@@ -2,16 +2,19 @@
 
 import asyncio
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 
 from dflash_jax import SamplingParams
+from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import Event
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
-from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED, Run, current, fresh_id, fresh_seed
+from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED, Run, current, fresh_id, fresh_seed, recorded
+from dflash_jax.server.serving import Serving
 
 TEXT = "def naïve(x):\n    return '日本語 🎉' + x\n"
 # What an event of the engine has beside tokens.
@@ -160,3 +163,18 @@ def test_stored_response_is_replaced_by_a_later_run_of_its_request_alone():
     assert asyncio.run(put(entry(b"1", "a"), entry(b"2", "a"))) == ([True, True], b"2")
     assert asyncio.run(put(entry(b"1", "a"), entry(b"2", "b"))) == ([True, False], b"1")
     assert asyncio.run(put(entry(b"1", None), entry(b"2", None))) == ([True, False], b"1")
+
+
+def test_a_resumed_stream_that_finds_no_place_is_refused_before_its_first_piece(tokenizer):
+    """So that the refusal sets the status, and another replica may take the stream."""
+    sequence = new_sequence(tokenizer)
+    lines = [recorded(0, sequence, piece) for piece in generated(sequence, tokenizer.encode_plain("x = 1"), [])]
+    engine = Mock()
+    engine.check.side_effect = QueueFullError("full")
+
+    async def first():
+        Run("key", lines=lines).begin()
+        return await anext(Serving.merged(Mock(engine=engine), [new_sequence(tokenizer)]))
+
+    with pytest.raises(QueueFullError):
+        asyncio.run(first())
