@@ -173,10 +173,12 @@ def test_plan_command_names_bad_input(argv, named, capsys):
 @pytest.mark.parametrize("path", TOMLS, ids=lambda p: p.stem)
 def test_every_system_is_whole(path):
     system = read_system(path)
-    assert {"target", "draft", "dtype", "block_size", "max_len"} <= set(system.options)
+    assert {"target", "draft"} <= set(system.options)
     shapes = read_shapes(str(system.shapes["target"]), str(system.shapes["draft"]))
     assert bool(shapes.block) == path.stem.endswith("fp8")
-    assert system.options["block_size"] == "auto"
+    if system.meshes:
+        assert {"dtype", "max_len"} <= set(system.options)
+        assert system.options["block_size"] == "auto"
     for machine, mesh in system.meshes.items():
         device, _, count = machine.rpartition("x")
         assert device in DEVICES
@@ -186,7 +188,7 @@ def test_every_system_is_whole(path):
 
 
 def test_there_is_one_for_each_published_system():
-    assert len(TOMLS) == 13
+    assert len([path for path in TOMLS if read_system(path).meshes]) == 13
 
 
 def test_the_mesh_follows_the_machine():

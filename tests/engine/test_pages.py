@@ -233,7 +233,7 @@ def test_a_request_that_lost_its_pages_may_be_aborted(is_queued):
         loaded.submit(each)
     while not last.must_recompute:
         loaded.step()
-    if is_queued:
+    while is_queued and not loaded.waiting:
         loaded.step()
     assert loaded.waiting == is_queued
     loaded.abort(last)

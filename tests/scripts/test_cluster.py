@@ -71,7 +71,7 @@ def test_lost_longer_and_changed_answers_are_counted(capsys):
 
 
 def test_the_state_of_a_cluster_is_read_from_its_metrics():
-    text = '# TYPE a gauge\na{engine="0"} 1\n'
+    text = b'# HELP a A.\n# TYPE a gauge\na{engine="0"} 1\n'
     state = check.State.read(merged({"one": text, "two": text}, Counts(resumed=3, repeated=4)).decode())
     assert state == check.State({"one", "two"}, 3, 4)
 
