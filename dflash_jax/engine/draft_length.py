@@ -14,8 +14,8 @@ tried first, and chooses only where nothing could be measured for a while: plain
 
 A round says little about the acceptance of other drafters, and plain decoding (b = 1) nothing about any: from time to
 time, for at most a fiftieth of the time, other rounds are tried where they could be faster. A compiled round that is
-not measured is tried at once, and so is the first one that drafts. Others that are not compiled are tried after a
-while, since their compilation is waited for.
+not measured is tried at once, and so is the first one that drafts a single sequence. Others that are not compiled are
+tried after a while, since their compilation is waited for.
 
 Contexts cost time, too, and can be left out; they start anew where they are wanted again. Where no draft could pay off
 even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`). At long intervals the contexts
@@ -284,7 +284,8 @@ class DraftLengthPolicy:
         others = [s for s in candidates if s != best]
         others = [s for s in others if rounds.optimistic(s) > rounds.speed(best) or idle_s(s) > RETRY_S]
         unmeasured = [each for each in others if each in rounds.compiled and not rounds.is_measured(each)]
-        if not any(each in rounds.compiled or rounds.is_measured(each) for each in drafting):
+        has_draft = any(each in rounds.compiled or rounds.is_measured(each) for each in drafting)
+        if len(acceptances) == 1 and not has_draft:
             unmeasured = [max(drafting, key=rounds.speed)]
         unmeasured = [each for each in unmeasured if self._guesses[batch_size, each] < PLAIN_DISPATCHES]
         if unmeasured and any(map(rounds.is_measured, plain if best.block_size == 1 else [best])):
