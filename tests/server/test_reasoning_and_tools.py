@@ -293,7 +293,7 @@ def test_the_library_splits_answers_as_the_server_does(quiet, llm, thinking, has
     assert (answer.reasoning is not None, "</think>" in answer.text) == (has_thought, False)
     assert (answer.outputs[0].reasoning, answer.outputs[0].text) == (answer.reasoning, answer.text)
     pieces = list(llm.stream_chat(MESSAGES, params, thinking))
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert ("".join(p.reasoning for p in pieces) or None, "".join(p.text for p in pieces)) == (
         answer.reasoning,
         answer.text,
