@@ -140,7 +140,7 @@ class AsyncEngine:
             raise UnavailableError(self.engine.failure)
         if self._stopping or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
-        # Those that somebody waits for, wherever they are: a command of theirs may wait for the end of a long step.
+        # Requests with a receiver count, also those whose submission waits for the end of a long step.
         self.engine.check_queue(len(self._router), len(requests))
 
     async def _events(self, request: Request) -> AsyncGenerator[Event, None]:

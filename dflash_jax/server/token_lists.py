@@ -38,7 +38,7 @@ async def parse(body: bytes, parse_rest: Callable[[bytes], Any]) -> Any:
 
     Args:
         body: The JSON.
-        parse_rest: Parses what is left of the body without its long runs of numbers.
+        parse_rest: Parses the body in which a short name stands for each long run of numbers.
 
     Raises:
         json.JSONDecodeError: A run of numbers is none; or what ``parse_rest`` raises.

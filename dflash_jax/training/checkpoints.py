@@ -37,7 +37,7 @@ ARRAYS = "default"
 class Checkpoints:
     """The checkpoints below ``config.output``, a directory or a ``gs://`` path.
 
-    A checkpoint is ``checkpoints/STEP``. One whose files are not those of its seal is passed over.
+    A checkpoint is ``checkpoints/STEP``. It is skipped if a file differs from the digest in its seal.
 
     Attributes:
         root: The directory of the run.
@@ -105,7 +105,7 @@ class Checkpoints:
             raise InputError(f"{config.output} has a run with another configuration: {'; '.join(wrong)}")
 
     def newest_good(self, tell: Callable[[str], None]) -> int:
-        """The step of the newest checkpoint whose files are those of its seal; 0 without one.
+        """The step of the newest checkpoint whose files match its seal; 0 without one.
 
         Only where none has a seal, since an earlier version wrote them, it is the newest one.
 
@@ -136,7 +136,7 @@ class Checkpoints:
         return seal
 
     def _fault(self, step: int) -> str | None:
-        """Why a sealed checkpoint cannot be used; None where its files are those of its seal."""
+        """Why a sealed checkpoint cannot be used; None where its files match its seal."""
         try:
             seal = self._seal(step)
             assert seal is not None

@@ -13,7 +13,7 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.training.conversations import DIRECTORY, conversation_of, directory_of, split_conversation, text_of
 
-# The bit of a stored token that says whether it may be learned from, and those of its id.
+# Masks of a stored token: the bit that marks it as learned, and the bits of its id.
 LEARNED, ID = np.uint32(2**31), np.uint32(2**31 - 1)
 # Stands for "file:line" in faults of a `Part`, which does not know its place in the file.
 LINE = "line"

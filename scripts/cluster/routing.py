@@ -113,7 +113,7 @@ def _a_task() -> Any:
 
 
 async def _never(_: Replica) -> bool:
-    raise NotImplementedError("nothing looks at these replicas")
+    raise AssertionError("nothing looks at these replicas")
 
 
 def cost_us(call: Callable[[], object]) -> float:

@@ -160,7 +160,7 @@ def test_a_head_of_another_target_is_refused(with_head, target):
 
 @pytest.mark.parametrize("has_index", [True, False])
 def test_a_head_in_a_file_of_its_own_is_read(has_index, with_head, tmp_path):
-    """Beside the files of the index, or beside model.safetensors; a tensor that those have is theirs."""
+    """It is read beside the index or model.safetensors, whose own tensors of the same names take precedence."""
     tensors = load_file(with_head / "model.safetensors")
     shutil.copy(with_head / "config.json", tmp_path)
     text = {name: array for name, array in tensors.items() if not name.startswith("mtp.")}

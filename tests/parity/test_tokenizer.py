@@ -62,13 +62,13 @@ def older(directory):
 @pytest.mark.parametrize("make", [bundled, trained, cut_and_padded, older])
 def test_ids_and_texts_are_those_of_transformers(make, tmp_path):
     make(tmp_path)
-    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, reference = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert ours.encode("e\u0301") == ours.encode("\u00e9")
     for text in TEXTS:
         ids = ours.encode(text)
-        assert ids == theirs.encode(text), text
-        assert ours.encode_plain(text) == theirs.encode(text, add_special_tokens=False)
+        assert ids == reference.encode(text), text
+        assert ours.encode_plain(text) == reference.encode(text, add_special_tokens=False)
         for skip in (True, False):
-            assert ours.decode(ids, skip) == theirs.decode(
+            assert ours.decode(ids, skip) == reference.decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
