@@ -272,3 +272,18 @@ def test_a_request_whose_program_cannot_be_compiled_ends_with_an_error():
         events += engine.step()
     assert wanted.finish_reason == "error"
     assert "cannot be compiled" in str(events[-1].error)
+
+
+def test_a_text_with_the_same_beginning_does_not_wait_for_the_program_of_images():
+    runner = MockRunner(4)
+    runner.allowed = {("prefill", 1, 16, True), ("decode", 1, Speculation(1)), ("prefix",)}
+    spacing = {"cut_spacing": (4, 8), "markers": frozenset([1])}
+    engine = Engine(runner, EngineConfig(prefill_sizes=(16,), prefix_bytes=10**6, **spacing))
+    prompt, media = prompt_with([300, (2, 2), 3], 0, hidden=1)
+    waits, goes = mock_runner.request(prompt, media=media), mock_runner.request(prompt[:290])
+    engine.submit(waits)
+    engine.submit(goes)
+    for _ in range(400):
+        engine.step()
+    assert waits.prefilled == 0
+    assert goes.finish_reason is not None
