@@ -354,8 +354,8 @@ class Runner:
             log.warning("stopped with %d requests in flight", self.serving.in_flight)
             return
         if self.serving.is_draining or not self.serving.is_ready:
+            log.warning("%s: ended at once", signal.Signals(sig).name)
             # A compilation cannot be interrupted.
-            os.write(2, b"\ninterrupted\n")
             os._exit(128 + sig)
         # Before the message: a second signal may interrupt this handler.
         self.begin_draining()

@@ -67,8 +67,8 @@ def test_the_device_fails_in_the_middle_of_many_streams(llm):
     try:
         found = asyncio.run(main())
         for status, told, is_ended in found:
-            # 503 for one that came to the engine's thread behind the failure.
-            assert status in (200, 503)
+            # 500 for one that failed before its headers were sent, 503 for one that came after the failure.
+            assert status in (200, 500, 503)
             assert "on fire" in told[-1]["error"]["message"]
             assert is_ended
         # Some had begun, the others still waited for a slot, with their headers sent.
