@@ -17,9 +17,10 @@ time, for at most a fiftieth of the time, other rounds are tried where they coul
 not measured is tried at once, and so is the first one that drafts a single sequence. Others that are not compiled are
 tried after a while, since their compilation is waited for.
 
-Contexts cost time, too, and can be left out; they start anew where they are wanted again. Where no draft could pay off
-even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`). At long intervals the contexts
-are kept up for a while nevertheless, so that acceptance can be measured again. Of several drafters, one drafts alone
+Contexts cost time, too, and can be left out; they start anew where they are wanted again. Plain decoding runs without
+drafters (`NO_DRAFTER`) where contexts take more time than trials may, or where no draft could pay off even at the best
+recent acceptance. At long intervals the contexts are kept up for a while nevertheless, so that acceptance can be
+measured again. Of several drafters, one drafts alone
 where that is faster and all programs are compiled (`engine.drafting_alone`).
 """
 
@@ -267,10 +268,12 @@ class DraftLengthPolicy:
 
         # Plain decoding that keeps up contexts, so that drafting can resume, or that which is compiled.
         plain_candidate = plain and max(plain, key=lambda s: (s in rounds.compiled or is_patient, s != NO_DRAFTER))
+        if leaves_out := rounds.are_contexts_dear(plain):
+            plain_candidate = NO_DRAFTER
         candidates = [plain_candidate, *drafting] if plain else drafting
         # What a drafter takes alone follows from what it takes with all contexts.
         known = [each for each in candidates if rounds.is_measured(each) or rounds.is_measured(each.with_all)]
-        ready = [each for each in known if each in rounds.compiled] or known
+        ready = [each for each in known if each in rounds.compiled or each == NO_DRAFTER] or known
         if not ready and self._guesses[batch_size, None] < PLAIN_DISPATCHES:
             self._guesses[batch_size, None] += 1
             return candidates[0]
@@ -292,7 +295,8 @@ class DraftLengthPolicy:
             trial = max(unmeasured, key=rounds.optimistic)
             self._guesses[batch_size, trial] += 1
             return trial
-        if best.block_size == 1 and NO_DRAFTER in plain and self._cannot_pay({s: rounds.costs[s] for s in choices}):
+        is_hopeless = leaves_out or (NO_DRAFTER in plain and self._cannot_pay({s: rounds.costs[s] for s in choices}))
+        if best.block_size == 1 and is_hopeless:
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:
                 return NO_DRAFTER
@@ -360,6 +364,12 @@ class _Rounds:
         if speculation.drafter is None or speculation.block_size == 1:
             return float(self._count)
         return float(self._expected[least][speculation.drafter][speculation.block_size - 1])
+
+    def are_contexts_dear(self, plain: Sequence[Speculation]) -> bool:
+        """Whether plain decoding that keeps up contexts takes longer than trials may, by measurement."""
+        others = [self.costs[each] for each in plain if each != NO_DRAFTER and self.is_measured(each)]
+        is_known = NO_DRAFTER in plain and self.is_measured(NO_DRAFTER) and bool(others)
+        return is_known and self.costs[NO_DRAFTER] * (1 + TRIAL_SHARE) < min(others)
 
     def speed(self, speculation: Speculation) -> float:
         """Expected tokens per second."""

@@ -312,7 +312,9 @@ class LLM(Generation):
             block_sizes.append(compiled_block_sizes(largest, self.block_size, is_stepped))
         models = [(x.shape, x.dtype.name) for x in jax.tree.leaves((self.target, self.drafters))]
         listed = [v and len(v.ids) for v in map(vocabulary_of, self.drafters)]
-        device = jax.devices()[0].device_kind, processors(), self.backend, str(self.target.layout), self.reproducible
+        # Not the reasons why kernels are missing, which name temporary files.
+        kernels = self.backend.kernels, self.backend.no_cpp is None, self.backend.no_triton is None
+        device = jax.devices()[0].device_kind, processors(), kernels, str(self.target.layout), self.reproducible
         versions = __version__, jax.__version__
         record = CostRecord(cache_directory(), versions, device, models, listed, self.draft_window)
         if not all(isinstance(drafter, Drafter | Mtp) for drafter in self.drafters):

@@ -22,19 +22,20 @@ def measure(args) -> None:
     from dflash_jax import LLM, SamplingParams
 
     given = {"target": args.target, "draft": args.draft} if args.target else {}
-    llm = LLM(**given, slots=max(args.sequences))
+    # Engines of their own: one of both kinds would be made anew at each turn.
+    plain, auto = LLM(args.target, None, slots=max(args.sequences)), LLM(**given, slots=max(args.sequences))
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
     (count,) = args.sequences
     prompts = [PROMPTS[i % len(PROMPTS)] + " " * (i // len(PROMPTS)) for i in range(count)]
 
-    def rate(block_size) -> float:
-        found = llm.generate(prompts, params, block_size, progress=False)
+    def rate(llm: LLM) -> float:
+        found = llm.generate(prompts, params, progress=False)
         return sum(len(c.token_ids) for c in found) / max(c.timings.decode_s for c in found)
 
-    rate(1)
-    before, ratios = rate(1), []
+    rate(plain)
+    before, ratios = rate(plain), []
     for _ in range(args.turns):
-        now, after = rate("auto"), rate(1)
+        now, after = rate(auto), rate(plain)
         ratios.append(2 * now / (before + after))
         before = after
     print(json.dumps([round(ratio, 3) for ratio in ratios]))

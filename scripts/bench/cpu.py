@@ -1,15 +1,17 @@
 """Plain decoding and DFlash against transformers on the same weights: one process each, float32, as JSON lines.
 
     python scripts/bench/cpu.py [--target DIR --draft DIR] [--data FILE ... --temperatures 0 0.7] [--blocks 1 4]
-                                [--gguf FILE ...]
+                                [--threads 1] [--llama-bench PROGRAM --gguf FILE ...]
 
 Without --data: a few beginnings of Python, --new-tokens tokens each; with it, answers to the first turns of the first
 --prompts conversations of each file (as scripts/data/benchmark_data.py writes them), at most --new-tokens long. --gguf:
-files of the same weights for llama.cpp (the package llama-cpp-python), in the bits that they have.
+files of the same weights, in the bits that they have, for llama.cpp's own benchmark (prompts of the average length).
+--threads: cores that a contender may use.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -59,25 +61,22 @@ def transformers_answers(target: str) -> Callable:
     return answer
 
 
-def llama_cpp_answers(path: str) -> Callable:
-    """As `transformers_answers`, by llama.cpp."""
-    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
-
-    model = Llama(path, n_ctx=2048, seed=0, verbose=False)
-
-    def answer(prompts, new_tokens, temperature, ignore_eos):
-        found = []
-        for prompt in prompts:
-            model.reset()
-            made = []
-            for token in model.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
-                made.append(token)
-                if len(made) == new_tokens or (token == model.token_eos() and not ignore_eos):
-                    break
-            found.append(made)
-        return found, {}
-
-    return answer
+def llama_bench(path: str, sets: dict[str, list[list[int]]], args) -> dict[str, dict]:
+    """As `measure`, by llama-bench: prompts of the average length of each set, answers of ``new_tokens``, greedy."""
+    found = {}
+    for name, prompts in sets.items():
+        length = round(sum(map(len, prompts)) / len(prompts))
+        command = [args.llama_bench, "-m", path, "-t", str(args.threads or os.cpu_count()), "-o", "json"]
+        command += ["-p", "0", "-n", str(args.new_tokens), "-d", f"0,{length}", "-pg", f"{length},{args.new_tokens}"]
+        runs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        kinds = {(run["n_prompt"], run["n_depth"]): run for run in runs}
+        found[f"{name}, T=0"] = {
+            "tokens_per_s": 1e9 * args.new_tokens / kinds[length, 0]["avg_ns"],
+            "ms_per_round": 1e-6 * kinds[0, length]["avg_ns"] / args.new_tokens,
+            "llama.cpp": f"{runs[0]['build_commit']}, {runs[0]['model_type']}",
+            "tokens": None,
+        }
+    return found
 
 
 def dflash_answers(target: str | None, draft: str | None, block: int, draft_tokens: str) -> Callable:
@@ -152,9 +151,14 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="default: 0")
     parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
     parser.add_argument("--draft-tokens", default="auto", metavar="FILE|none", help="as generate's")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: as many as there are cores")
+    parser.add_argument("--llama-bench", metavar="PROGRAM", default="llama-bench")
     parser.add_argument("--gguf", nargs="+", default=[], metavar="FILE", help="the same weights for llama.cpp")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.threads:
+        # Each contender is a process that inherits this.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     target = args.target or str(Path(__file__).parents[2] / "dflash_jax" / "assets" / "tiny" / "target")
     if args.only == "context":
         print(json.dumps(context_milliseconds(args.target, args.draft)))
@@ -165,21 +169,29 @@ def main() -> None:
             for path in args.data or [None]
         }
         is_ours = args.only.isdigit()
-        if is_ours:
+        if args.only in args.gguf:
+            found = llama_bench(args.only, sets, args)
+        elif is_ours:
             answer = dflash_answers(args.target, args.draft, int(args.only), args.draft_tokens)
+            found = measure(answer, sets, args, True)
         else:
-            answer = transformers_answers(target) if args.only == "transformers" else llama_cpp_answers(args.only)
-        print(json.dumps(measure(answer, sets, args, is_ours)))
+            found = measure(transformers_answers(target), sets, args, False)
+        print(json.dumps(found))
         return
-    found = {name: child(name, args) for name in ("transformers", *args.gguf, "1", *map(str, args.blocks))}
-    plain = {label: dict(result) for label, result in found["1"].items()}
-    for name, results in found.items():
+    plain: dict[str, dict] = {}
+    for name in ("1", *map(str, args.blocks), *args.gguf, "transformers"):
+        contender = f"dflash_jax block {name}" if name.isdigit() else Path(name).name
+        try:
+            results = child(name, args)
+        except subprocess.CalledProcessError as e:
+            print(json.dumps({"contender": contender, "failed": f"exit code {e.returncode}"}), flush=True)
+            continue
+        plain = plain or {label: dict(result) for label, result in results.items()}
         for label, result in results.items():
             # Whoever samples otherwise has other tokens.
             result["equal_to_plain"] = result.pop("tokens") == plain[label]["tokens"]
             result["speed_of_plain"] = result["tokens_per_s"] / plain[label]["tokens_per_s"]
-            contender = f"dflash_jax block {name}" if name.isdigit() else Path(name).name
-            print(json.dumps({"contender": contender, "prompts": label, **result}))
+            print(json.dumps({"contender": contender, "prompts": label, **result}), flush=True)
     if not args.data:
         print(json.dumps({"ms_per_round": child("context", args)}))
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import EngineError
+from dflash_jax.engine.round_costs import NO_RECORD
 from dflash_jax.frontend import generation
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.sequence import Piece
@@ -182,3 +183,13 @@ def test_an_engine_has_no_positions_that_no_request_can_have():
 def test_step_without_a_submitted_sequence_is_an_engine_error(llm):
     with pytest.raises(EngineError, match="no engine: submit first"):
         SyncEngine(llm).step()
+
+
+def test_costs_on_record_depend_on_the_kernels_and_not_on_the_reasons(llm, monkeypatch):
+    """A reason may name a file that has another name in the next process."""
+    identities = []
+    monkeypatch.setattr("dflash_jax.frontend.llm.CostRecord", lambda _, *of: identities.append(repr(of)) or NO_RECORD)
+    for reason in ("/tmp/a: error", "/tmp/b: error", None):
+        monkeypatch.setattr(llm, "backend", replace(llm.backend, no_cpp=reason))
+        llm._new_policy(llm.programs)
+    assert identities[0] == identities[1] != identities[2]

@@ -43,7 +43,8 @@ def why_not() -> str | None:
     try:
         library = load(compiler)
     except (ImportError, OSError, subprocess.SubprocessError) as e:
-        lines = (getattr(e, "stderr", None) or str(e)).strip().splitlines()
+        exit_code = f"exit code {e.returncode}" if isinstance(e, subprocess.CalledProcessError) else str(e)
+        lines = (getattr(e, "stderr", None) or exit_code).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0] if lines else type(e).__name__)
         log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return f"{' '.join(compiler)} could not compile them: {reason}"
