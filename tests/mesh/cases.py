@@ -246,6 +246,18 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text():
             assert parting is None or parting.is_tie
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("draft", ["auto", "mtp"])
+@pytest.mark.parametrize("mesh", ["tensor=2", "expert=2,tensor=4", "data=2,expert=2,tensor=2"])
+def test_eight_bit_floats_generate_the_same_text_on_every_mesh(mesh, draft):
+    params = SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24)
+    (expected,) = LLM(draft=None, quantize="fp8").generate(["def f("], params)
+    several = LLM(draft=draft, mesh=mesh, quantize="fp8", block_size=4)
+    (found,) = several.generate(["def f("], params)
+    parting = divergence(several, found.prompt_ids, expected.token_ids, found.token_ids, params)
+    assert parting is None or parting.is_tie
+
+
 def test_more_devices_than_there_are():
     with pytest.raises(InputError, match=r"needs 16 devices: there are 8"):
         LLM(mesh="tensor=16")
