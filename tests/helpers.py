@@ -189,7 +189,7 @@ logits = jax.jit(Decoder.logits)
 
 
 def load_script(name: str) -> ModuleType:
-    """A file of scripts/ as a module. Scripts import the package only, so that no folder has to be on the path."""
+    """A file of scripts/ as a module. Scripts import the package and tools/ only: no folder has to be on the path."""
     path = Path(__file__).parents[1] / "scripts" / name
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

@@ -22,7 +22,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.memory import pages_of_slots, plan_memory
 from dflash_jax.engine.request import Request
 from dflash_jax.ops.cache import page_size
-from dflash_jax.tools.bundled_pair import with_positions
+from tools.bundled_pair import with_positions
 
 ANSWER = 180
 LOADS = {"chat": 32768, "mix": 262144}

@@ -2,7 +2,7 @@
 
     python scripts/bench/equal_work.py --out benchmarks/equal_work.md
 
-Reads what bench_decode.py measured on an H200 and the throughput that the model card gives for SGLang on a B200.
+Reads what bench/decode.py measured on an H200 and the throughput that the model card gives for SGLang on a B200.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from dflash_jax.cli.system_config import read_system
 from dflash_jax.models.config import ModelConfig, MoeSpec
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import read_shapes
-from dflash_jax.tools.decode.pair import experts_used
+from tools.decode.pair import experts_used
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "dflash_jax/assets/published.json"

@@ -21,7 +21,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_jax.tools.bundled_pair import with_positions
+from tools.bundled_pair import with_positions
 
 # --help works without it.
 with contextlib.suppress(ModuleNotFoundError):

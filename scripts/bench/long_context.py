@@ -33,10 +33,10 @@ from dflash_jax.engine.request import Request
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafting import DraftWindow, together
 from dflash_jax.models.packing import unpack_weights
-from dflash_jax.tools.bundled_pair import with_positions
-from dflash_jax.tools.equality import TIE
-from dflash_jax.tools.token_runs import margin
 from dflash_jax.training.corpus import standard_library
+from tools.bundled_pair import with_positions
+from tools.equality import TIE
+from tools.token_runs import margin
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.tools.bundled_pair import with_positions
 from dflash_jax.training import run
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.corpus import conversations, standard_library, windows
@@ -49,6 +48,7 @@ from dflash_jax.training.losses import Loss, default_gamma
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from dflash_jax.training.tokenizer import SPECIAL, save_tokenizer, train_tokenizer
+from tools.bundled_pair import with_positions
 
 VOCABULARY = 512
 MAX_POSITIONS = 8192

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dflash_jax.tools.server_process import START_S, ServerProcess, free_port, is_ready, machine
+from tools.server_process import START_S, ServerProcess, free_port, is_ready, machine
 
 # --help works without them.
 with contextlib.suppress(ModuleNotFoundError):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.tools.server_process import ServerProcess, free_port, is_ready, machine
+from tools.server_process import ServerProcess, free_port, is_ready, machine
 
 # --help works without it.
 with contextlib.suppress(ModuleNotFoundError):

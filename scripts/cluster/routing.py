@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cluster.routing import BOUND, LEAST, Replica, Replicas, beginnings_of
-from dflash_jax.tools.server_process import machine
+from tools.server_process import machine
 
 
 class Talk:

@@ -14,7 +14,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.decoding.state import Settings
 from dflash_jax.ops.cache import DeltaState, KVCache
 from dflash_jax.sampling_params import MAX_LOGPROBS
-from dflash_jax.tools.xla_text import computations, copied_bytes, shape_key
+from tools.xla_text import computations, copied_bytes, shape_key
 
 
 def session(llm: LLM, tokens: int) -> None:

@@ -1,8 +1,174 @@
-"""What XLA makes of a system at full size. See `dflash_jax.tools.compile_report`."""
+"""What XLA makes of a system at full size, for accelerators that this machine need not have.
 
+    python scripts/compile/report.py --config configs/qwen3.6-35b-a3b.toml --device b200 [--devices 8] [--slots 32]
+
+Compiles prefill, the plain step and the DFlash round with abstract weights, and reports bytes per device, kernels and
+collectives per layer, graph breaks in the loop and compile seconds. It needs Python 3.12 and jax 0.11 or later with the
+compilers: jax-cuda13-plugin, jax-cuda13-pjrt and nvidia-cuda-nvcc for NVIDIA, libtpu for TPUs. Devices: h100, h200,
+b200, or a TPU slice such as v6e:2x4.
+"""
+
+import argparse
+import json
 import sys
+from dataclasses import replace
 
-from dflash_jax.tools.compile_report import main
+from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.cli.options import Parser, exit_code
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.errors import InputError
+from dflash_jax.ops.card import CHOICES
+from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.planner import abstract_pair, read_shapes
+from tools.compile_report import backend_of, measure, prepare, shorten, topology
+
+
+def report(shapes, layout, devices, args) -> dict:
+    """Compiles the programs of a system for a device that need not be here, and returns their figures."""
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.decoding.state import Settings
+    from dflash_jax.engine.config import largest_prefill
+    from dflash_jax.engine.executables import GPU_OPTIONS, Executables
+    from dflash_jax.engine.memory import pages_of_slots
+    from dflash_jax.models.drafter import DraftVocabulary
+    from dflash_jax.ops.cache import KVCache
+    from dflash_jax.sampling_params import MAX_LOGPROBS
+
+    # Executables for absent devices are written to the cache and cannot be read back.
+    jax.config.update("jax_enable_compilation_cache", False)
+    backend = backend_of(devices[0], args.kernels)
+    target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
+    mesh = layout.mesh(devices)
+    options = {} if ":" in args.device else GPU_OPTIONS
+    window = 1
+    if drafter is not None:
+        window = args.block_size or shapes.draft.block_size
+        if args.draft_tokens:
+            shape = (args.draft_tokens, shapes.target.hidden_size)
+            ids, head = jax.ShapeDtypeStruct(shape[:1], jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            drafter.vocabulary = DraftVocabulary(ids, head, backend)  # pyright: ignore[reportArgumentType]
+    with_drafter, without = Executables(target, drafter, mesh), Executables(target, None, mesh)
+    layers = len(shapes.target.layers)
+
+    def is_kv(cache) -> bool:
+        return isinstance(cache, KVCache)
+
+    reports = {}
+    for name in args.programs:
+        programs = without if name == "plain" else with_drafter
+        settings = Settings(window if name == "round" else 1, top_logprobs=MAX_LOGPROBS)
+        pages = pages_of_slots(programs, args.slots, args.max_len, settings)
+        state = programs.abstract_state(args.slots, args.max_len, settings, pages)
+        caches = [c for c in (*state.target, *jax.tree.leaves(state.draft, is_leaf=is_kv)) if is_kv(c)]
+        arrays = {
+            "keys_and_values": caches,
+            "recurrent_state": [c for c in state.target if not is_kv(c)],
+            "weights": programs.weights,
+        }
+        if name == "prefill":
+            lowered = programs.lower_prefill(state, layout.data, largest_prefill(backend.has_triton))
+        else:
+            lowered = programs.lower_decode(state, args.slots, settings)
+        depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
+        reports[name] = measure(lowered, depth, arrays, options)
+    memory = DEVICES[args.device.partition(":")[0]].memory
+    for figures in reports.values():
+        if "failed" in figures:
+            continue
+        used = figures["arguments"] + figures["temporaries"] + figures["outputs"] - figures["donated"]
+        figures |= {"all": used, "fits": used <= memory}
+    return {
+        "config": find_config(args.config).stem,
+        "device": args.device,
+        "mesh": str(layout),
+        "slots": args.slots,
+        "max_len": args.max_len,
+        "jax": jax.__version__,
+        "kernels": "triton" if backend.has_triton else "xla",
+        "memory": memory,
+        "programs": reports,
+    }
+
+
+def describe(figures: dict) -> str:
+    """The report for people."""
+    lines = [
+        f"{figures['config']} on {figures['device']}, mesh {figures['mesh']}, "
+        f"{figures['slots']} x {figures['max_len']:,}"
+    ]
+    for name, f in figures["programs"].items():
+        if "failed" in f:
+            lines.append(f"{name}: {f['failed']}")
+            continue
+        line = f"{name}: {f['all'] / 1e9:.2f} GB {'fits' if f['fits'] else 'DOES NOT FIT'} ("
+        line += f"arguments {f['arguments'] / 1e9:.2f}, temporaries {f['temporaries'] / 1e9:.3f}), "
+        if "kernels_per_layer" in f:
+            line += f"{f['kernels_per_layer']:.1f} kernels a layer and {f['kernels_in_branches']} in branches, "
+            line += f"{f['graphs']} graphs, "
+        if "optimal_seconds" in f:
+            line += f"compiler's estimate {1e3 * f['optimal_seconds']:.2f} ms, "
+        line += f"{f['collectives_per_layer']:.1f} collectives a layer, "
+        copied = ", ".join(f"{n / 1e6:.1f} MB of {name.replace('_', ' ')}" for name, n in f["copied"].items() if n)
+        line += f"copied: {copied or 'no cache, state or weight'}, compiled in {f['compile_s']} s"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
+    p.add_argument("--device", required=True, metavar="NAME", help="h100, h200, b200, or a TPU slice such as v6e:2x4")
+    p.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs (default: %(default)s)")
+    p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
+    p.add_argument("--decode-context-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
+    p.add_argument("--slots", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
+    p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
+    p.add_argument("--quantize", choices=["int8", "fp8"])
+    p.add_argument("--kernels", choices=CHOICES, default="auto", help="xla: without Triton kernels on a GPU")
+    p.add_argument("--draft", choices=["mtp"], help="the target's own MTP head in place of the config's drafter")
+    p.add_argument("--block-size", type=int, metavar="B", help="tokens of a round (default: the drafter's)")
+    p.add_argument("--draft-tokens", type=int, metavar="N", help="number of tokens that are drafted (default: all)")
+    p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
+    p.add_argument(
+        "--programs", nargs="+", choices=["prefill", "plain", "round"], default=["prefill", "plain", "round"]
+    )
+    p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
+    return p
+
+
+def run(args) -> int:
+    """Prints a report: the exit code."""
+    from dflash_jax.parallel.sharding import Layout
+
+    name = args.device.partition(":")[0]
+    if name not in DEVICES:
+        raise InputError(f"device {args.device!r}: it must be one of {', '.join(DEVICES)}, TPUs with a slice")
+    system = read_system(args.config)
+    shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "target" if args.draft else "draft")))
+    largest = 1 if shapes.draft is None else shapes.draft.block_size
+    if args.block_size is not None and not 1 <= args.block_size <= largest:
+        raise InputError(f"block size {args.block_size}: it must be 1 to {largest}")
+    if args.layers:
+        shapes = shorten(shapes, args.layers)
+    try:
+        devices = topology(args.device, args.devices)
+    except Exception as e:  # the plugins raise many types: all mean that they are not there
+        raise InputError(f"no compiler for {args.device} here: {' '.join(str(e).split())[:200]}") from None
+    mesh = args.mesh if args.mesh is not None else system.mesh(DEVICES[name].kind, len(devices))
+    layout = replace(Layout.parse(mesh), decode_context_parallel=args.decode_context_parallel_size)
+    figures = report(shapes, layout, devices, args)
+    print(json.dumps(figures) if args.json else describe(figures))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    prepare()
+    return exit_code(lambda: run(make_parser().parse_args(argv)))
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Writes benchmarks/compile.json and compile.md: `compile_report.py` over the systems that matter.
+"""Writes benchmarks/compile.json and compile.md: `report.py` over the systems that matter.
 
     python scripts/compile/table.py [--only four-layers|full]
 
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+REPORT = Path(__file__).with_name("report.py")
 FIGURES = ROOT / "benchmarks" / "compile.json"
 FOUR_LAYERS = [
     "qwen3.6-35b-a3b --device b200 --layers 4",
@@ -66,7 +67,7 @@ HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 13}
 def measure(command: str) -> dict:
     """One report, from a process of its own: the compilers keep what they have."""
     config, *options = command.split()
-    argv = [sys.executable, "-m", "dflash_jax.tools.compile_report", "--config", config]
+    argv = [sys.executable, str(REPORT), "--config", config]
     done = subprocess.run([*argv, *options, "--json"], capture_output=True, text=True)
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1][:300]}

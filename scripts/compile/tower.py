@@ -3,8 +3,8 @@
     python scripts/compile/tower.py --device b200 [--config NAME] [--patches 4096 16384 65536] [--kernels xla]
 
 Prints, for calls of each number of patches, the kernels of one block with those around the blocks, GB of arguments and
-temporaries, the compiler's estimate, and which implementation the attention takes. It needs what compile_report.py
-needs. One call of 65,536 patches is the largest image of the published checkpoints.
+temporaries, the compiler's estimate, and which implementation the attention takes. It needs what report.py needs. One
+call of 65,536 patches is the largest image of the published checkpoints.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
-from dflash_jax.tools import compile_report as report
+from dflash_jax.planner import read_shapes
+from tools import compile_report as report
 
 
 def measure(config, device, kernels: str, patches: int, options: dict) -> dict:
@@ -67,7 +68,7 @@ def run(args) -> int:
 
     # Executables for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
-    shapes = report.read_shapes(*(str(read_system(args.config).shapes[k]) for k in ("target", "draft")))
+    shapes = read_shapes(*(str(read_system(args.config).shapes[k]) for k in ("target", "draft")))
     if (config := shapes.target.vision) is None:
         raise InputError(f"config {args.config}: the model has no vision tower")
     try:

@@ -2,9 +2,8 @@
 
     python scripts/compile/train.py qwen3.6-35b-a3b --device b200 --devices 8
 
-Takes shapes from configs/NAME.toml and the recipe and mesh from configs/train/NAME.toml; needs what compile_report.py
-needs. Without NAME: every row of benchmarks/training.md, and one of four layers, that is not in
-benchmarks/training.json yet.
+Takes shapes from configs/NAME.toml and the recipe and mesh from configs/train/NAME.toml; needs what report.py needs.
+Without NAME: every row of benchmarks/training.md, and one of four layers, that is not in benchmarks/training.json yet.
 """
 
 import argparse
@@ -19,8 +18,8 @@ from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import DEVICES, mesh_for
 from dflash_jax.planner import read_shapes
-from dflash_jax.tools import compile_report as report
 from dflash_jax.training.config import TrainConfig, read_toml
+from tools import compile_report as report
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "benchmarks" / "training.json"
@@ -101,7 +100,7 @@ def lowered(name: str, args):
     backend = report.backend_of(devices[0], "auto")
     mesh = mesh_for(meshes, DEVICES[args.device.partition(":")[0]].kind, len(devices))
     layout = Layout.parse(args.mesh if args.mesh is not None else mesh)
-    target, _ = report.abstract_pair(shapes, layout, jnp.bfloat16, None, backend)
+    target, _ = planner.abstract_pair(shapes, layout, jnp.bfloat16, None, backend)
     assert isinstance(shapes.draft, DraftConfig), "pairs of configs/train/ have DFlash drafters"
     block = shapes.draft.block_size
     loss = Loss(config.loss, config.loss_weights, default_gamma(block), chunk=config.loss_chunk)

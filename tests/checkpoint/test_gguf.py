@@ -21,7 +21,6 @@ from dflash_jax.cli.convert import main
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import Llama3Spec, RopeSpec
 from dflash_jax.models.rope import rope_frequencies
-from dflash_jax.tools.equality import forward
 from tests.float64 import assert_near, in_both
 from tests.gguf_files import (
     EXPERTS,
@@ -35,6 +34,7 @@ from tests.gguf_files import (
     tokenizer_metadata,
     write_gguf,
 )
+from tools.equality import forward
 
 CONVERT = Path(__file__).parents[2] / "convert"
 TEXT = "def main(argv):\n    return 42  # naïve 你好 <|im_end|>\n\n\n  x = 1234.5\n"

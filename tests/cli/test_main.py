@@ -203,8 +203,11 @@ def test_the_wheel_has_every_config():
     assert {package / "py.typed", *wanted} <= shipped
 
 
-def test_the_source_distribution_has_the_package_whole_and_no_tests(tmp_path):
-    """A part of the tests, which setuptools would take, cannot run without the rest of the repository."""
+def test_distributions_have_the_package_whole_and_nothing_beside_it(tmp_path):
+    """A part of the tests, which setuptools would take, cannot run without the rest of the repository.
+
+    The package that a wheel installs is that of top_level.txt, which the source distribution has too.
+    """
     for name in (
         "pyproject.toml",
         "MANIFEST.in",
@@ -213,7 +216,9 @@ def test_the_source_distribution_has_the_package_whole_and_no_tests(tmp_path):
         "constraints.txt",
         "configs",
         "dflash_jax",
+        "scripts",
         "tests",
+        "tools",
     ):
         (tmp_path / name).symlink_to(ROOT / name)
     done = run("-c", "from setuptools import build_meta; build_meta.build_sdist('out')", cwd=tmp_path)
@@ -221,8 +226,10 @@ def test_the_source_distribution_has_the_package_whole_and_no_tests(tmp_path):
     (archive,) = (tmp_path / "out").iterdir()
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
+        (installed,) = (file.extractfile(name) for name in file.getnames() if name.endswith("/top_level.txt"))
+        assert installed.read() == b"dflash_jax\n"
     assert "constraints.txt" in names
-    assert not [name for name in names if name.startswith("tests")]
+    assert not [name for name in names if name.startswith(("scripts", "tests", "tools"))]
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["dflash_jax"]
     data = {path for pattern in package for path in (ROOT / "dflash_jax").glob(pattern)}
     wanted = {path for path in (*data, *(ROOT / "dflash_jax").rglob("*.py")) if path.is_file()}

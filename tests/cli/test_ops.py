@@ -7,7 +7,7 @@ import pytest
 from dflash_jax.cli import ops
 from dflash_jax.cli.ops import main
 from dflash_jax.planner import read_shapes
-from dflash_jax.tools.compile_report import shorten
+from tools.compile_report import shorten
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.speculative import propose
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.drafting import DraftWindow
-from dflash_jax.tools.equality import Reference, check_same
 from tests import tiny
 from tests.mtp_context import assert_context
 from tests.tiny import VOCAB, coach, fast, sampling, yields
+from tools.equality import Reference, check_same
 
 LENGTHS, NEW, CAPACITY = [1, 29, 7, 0, 18], [20, 19, 23, 9, 20], 48
 ROWS = [0, 1, 2, 4]

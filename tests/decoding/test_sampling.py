@@ -15,8 +15,8 @@ from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.sampling import _smallest_top_set, compute_logprobs, draw_processed, process_logits
 from dflash_jax.decoding.sampling import draw as draw_at_once
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, RANDOM, TABLES, SamplingState, sampling_mode
-from dflash_jax.tools.equality import options_of, processed_reference, with_counts
 from tests.tiny import sampling
+from tools.equality import options_of, processed_reference, with_counts
 
 B, T, V = 3, 2, 41
 OFF = {

@@ -15,9 +15,9 @@ from dflash_jax.decoding.speculative import decide, propose
 from dflash_jax.decoding.state import Settings, map_caches
 from dflash_jax.models.drafting import DraftWindow, Proposal
 from dflash_jax.ops import cache
-from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_tokens
 from tests import tiny
 from tests.tiny import VOCAB, coach, fast, sampling, yields
+from tools.equality import Reference, check_same, equal_or_tie, new_tokens
 
 # Drafters are coached throughout, and sampling is given: one structure of arguments, and so one program.
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.

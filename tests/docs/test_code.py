@@ -46,9 +46,9 @@ def parse(command: str, words: list[str]) -> None:
 
 
 def check_script(path: str, words: list[str]) -> None:
-    """A script's options are in its own file, or in a module of `dflash_jax.tools` that it imports."""
+    """A script's options are in its own file, or in a module of `tools` that it imports."""
     assert (ROOT / path).exists(), path
-    files = [ROOT / path, *(ROOT / "dflash_jax" / "tools").rglob("*.py")]
+    files = [ROOT / path, *(ROOT / "tools").rglob("*.py")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     for option in (word for word in words if word.startswith("--")):
         assert f'"{option}"' in text, f"{path} has no {option}"

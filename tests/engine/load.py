@@ -14,8 +14,8 @@ from dflash_jax.engine.request import Request
 from dflash_jax.models.drafting import NO_WINDOW
 from dflash_jax.ops.cache import pages_of
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.tools.equality import Reference, equal_or_tie
 from tests import tiny
+from tools.equality import Reference, equal_or_tie
 
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 

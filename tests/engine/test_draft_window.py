@@ -15,8 +15,8 @@ from dflash_jax.engine.pages import Pages
 from dflash_jax.engine.request import Request
 from dflash_jax.models.drafting import NO_WINDOW, DraftWindow
 from dflash_jax.ops.cache import PAGE_SIZE
-from dflash_jax.tools.token_runs import Remembering, requests
 from tests import tiny
+from tools.token_runs import Remembering, requests
 
 # The last new tokens are in another page than the first. The drafter itself drafts the first block: see `Remembering`.
 PROMPT, NEW, WINDOW, CHUNK, BLOCK = 2033, 40, 128, 256, 8

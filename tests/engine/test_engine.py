@@ -22,9 +22,9 @@ from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
-from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine.load import CAPACITY, MARKER, alone, check, engine_for, some_requests, under_load
+from tools.token_runs import Remembering
 
 # 400 in make check-long; DFLASH_LOAD=1500 for a long soak.
 COUNT = int(os.environ.get("DFLASH_LOAD", "120"))

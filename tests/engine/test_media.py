@@ -22,13 +22,13 @@ from dflash_jax.models.cache import init_cache
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import ContextTokens
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.tools.equality import equal_or_tie
-from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine import mock_runner
 from tests.engine.load import CAPACITY, engine_for
 from tests.engine.mock_runner import MockRunner
 from tests.helpers import extend, logits
+from tools.equality import equal_or_tie
+from tools.token_runs import Remembering
 
 PAD, NEW = 59, 12
 

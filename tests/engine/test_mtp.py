@@ -7,11 +7,11 @@ from dflash_jax.engine import model_runner
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine.load import CAPACITY, MARKER, alone, engine_for, run_last, some_requests, under_load
 from tests.mtp_context import assert_context, rows_with_context
 from tests.tiny import VOCAB
+from tools.token_runs import Remembering
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.pages import PagePool
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops import cache
-from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine.load import CAPACITY, alone, engine_for, some_requests, under_load
 from tests.engine.mock_runner import MockRunner, engine, expected, request, run
+from tools.token_runs import Remembering
 
 PAGE = 4
 

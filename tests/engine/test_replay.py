@@ -24,9 +24,9 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.token_rules import Rules, TokenRules
 from dflash_jax.errors import EngineError
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine.load import CAPACITY, alone, engine_for, some_requests, under_load
+from tools.token_runs import Remembering
 
 
 class FailedError(Exception):

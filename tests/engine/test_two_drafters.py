@@ -29,12 +29,12 @@ from dflash_jax.models.drafter import DraftVocabulary
 from dflash_jax.models.drafting import proposing, together
 from dflash_jax.ops import cache
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine import mock_runner
 from tests.engine.load import CAPACITY, MARKER, alone, engine_for, some_requests, under_load
 from tests.mtp_context import assert_contexts
 from tests.tiny import VOCAB
+from tools.token_runs import Remembering
 
 SPECULATIONS = speculations_of((8,), (4,))
 ALONE = Speculation(1, 0, is_alone=True)

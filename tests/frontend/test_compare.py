@@ -17,7 +17,7 @@ from dflash_jax.frontend.compare import (
 )
 from dflash_jax.frontend.outputs import Completion, Timings
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
-from dflash_jax.tools.equality import processed_reference
+from tools.equality import processed_reference
 
 V = 40
 CUTS = {

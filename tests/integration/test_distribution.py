@@ -11,8 +11,8 @@ import scipy.stats
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.drafting import Proposal
-from dflash_jax.tools.equality import forward, options_of, processed_reference
 from tests import tiny
+from tools.equality import forward, options_of, processed_reference
 
 # 12,000 draws behind each of two prompts.
 VOCAB, ROWS, DISPATCHES, NEW = 13, 1000, 24, 4

@@ -9,11 +9,11 @@ import pytest
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.cache import init_cache
-from dflash_jax.tools.equality import Reference, check_same
 from tests import tiny
 from tests.families import FAMILIES, VOCAB, family_config
 from tests.helpers import commit, extend, random_decoder, random_drafter, tiny_draft_config, tokens_of, verify
 from tests.tiny import coach
+from tools.equality import Reference, check_same
 
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [60, 3, 9, 9]]
 NEW = [20, 30, 11, 31, 0, 17]

@@ -21,13 +21,13 @@ from dflash_jax.decoding.state import Settings
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import parameter_paths
-from dflash_jax.tools import token_runs
-from dflash_jax.tools.token_runs import Remembering
+from tools import token_runs
+from tools.token_runs import Remembering
 
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from dflash_jax.tools.triton_interpreter import INTERPRETED, interpreting, small_grids
+from tools.triton_interpreter import INTERPRETED, interpreting, small_grids
 
 NEW, WIDE, CAPACITY = 4, 8, 384
 PROMPTS = (17, 40, 75, 300)

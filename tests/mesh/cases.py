@@ -30,14 +30,14 @@ from dflash_jax.ops import attention, cache, cache_write
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
-from dflash_jax.tools.equality import Reference, check_same
-from dflash_jax.tools.float64_reference import assert_as_near
-from dflash_jax.tools.kernels import arguments
-from dflash_jax.tools.kernels.arguments import Source
 from tests.engine.load import alone, engine_for, run_last, some_requests, under_load
 from tests.families import VOCAB, family_config
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
 from tests.mtp_context import assert_context, of_one_device, rows_with_context
+from tools.equality import Reference, check_same
+from tools.float64_reference import assert_as_near
+from tools.kernels import arguments
+from tools.kernels.arguments import Source
 
 SETTINGS = Settings(block_size=8, top_logprobs=2)
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]

@@ -17,9 +17,9 @@ from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.group import joined
 from dflash_jax.parallel.sharding import Layout, NamedSharding, parameter_specs, place
-from dflash_jax.tools.equality import equal_or_tie
 from tests import tiny
 from tests.engine.load import CAPACITY, alone, engine_for, margin, some_requests, under_load
+from tools.equality import equal_or_tie
 
 LAYOUT = Layout(data=2, tensor=2)
 # Few programs: each is compiled by both processes.

@@ -26,9 +26,9 @@ from dflash_jax.ops.weights import FEW_TOKENS, QuantizedWeight, is_weight
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, spec
 from dflash_jax.planner import make_plan, read_shapes
-from dflash_jax.tools.float64_reference import assert_as_near
 from tests.checkpoint.conftest import DRAFT_JSON, TARGET_JSON
 from tests.helpers import random_decoder, random_drafter, random_head
+from tools.float64_reference import assert_as_near
 
 # Eight parts of 64 features have less than a block's inputs each, eight of 96 begin within blocks; heads of 20 and of 7
 # inputs are no whole blocks.

@@ -24,15 +24,15 @@ from dflash_jax.ops import (
 from dflash_jax.ops.backend import XLA, Backend, choose
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.weights import PackedWeight
-from dflash_jax.tools.float64_reference import assert_tree_near, in_both_of
-from dflash_jax.tools.kernels import arguments
-from dflash_jax.tools.kernels.arguments import Source
+from tools.float64_reference import assert_tree_near, in_both_of
+from tools.kernels import arguments
+from tools.kernels.arguments import Source
 
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from dflash_jax.tools.triton_interpreter import interpreting, small_grids
 from tests.helpers import in_one_program
+from tools.triton_interpreter import interpreting, small_grids
 
 BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Backend.xla("tpu"), XLA)
 # Compared in tests/ops/kernels, with tolerances for bfloat16, which alone they support.

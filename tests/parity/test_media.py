@@ -11,8 +11,8 @@ from PIL import Image
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.frontend.media import media_parts
-from dflash_jax.tools.equality import equal_or_tie
 from tests.vision_checkpoint import FAMILIES, write_vision_checkpoint
+from tools.equality import equal_or_tie
 
 NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, logprobs=5, ignore_eos=True)

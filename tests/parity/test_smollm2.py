@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint import smollm2
 from dflash_jax.checkpoint.gguf import convert
-from dflash_jax.tools.equality import equal_or_tie, forward
 from tests.float64 import assert_near, in_both
 from tests.gguf_files import read_by_transformers
+from tools.equality import equal_or_tie, forward
 
 CACHE = Path(__file__).parents[2] / ".cache" / "smollm2"
 # As published; nothing of it is read from the file.

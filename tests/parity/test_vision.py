@@ -18,11 +18,11 @@ from transformers import (
 from dflash_jax.checkpoint.load import load_tower, read_target_config
 from dflash_jax.frontend.loading import packed
 from dflash_jax.models.vision import frame_arrays
-from dflash_jax.tools.float64_reference import distances
 from tests.float64 import Exact, assert_near, double_of, doubled
 from tests.helpers import whole_pass
 from tests.parity.oracle import randomise
 from tests.parity.test_qwen3_5 import COMMON, DENSE, MOE
+from tools.float64_reference import distances
 
 VISION = {
     "depth": 2,

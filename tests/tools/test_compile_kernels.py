@@ -15,14 +15,14 @@ RECORD = json.loads((ROOT / "benchmarks/kernels.json").read_text())
 # In a process without Triton's interpreter.
 AGAIN = """
 import json, sys
-from dflash_jax.tools import compile_kernels
+from tools import compile_kernels
 compile_kernels.prepare()
 for capability, launch in json.load(sys.stdin):
     print(json.dumps(compile_kernels.compiled(launch, capability)))
 """
 TRACED = """
 import json, sys
-from dflash_jax.tools import compile_kernels as script
+from tools import compile_kernels as script
 script.prepare()
 from dflash_jax.ops.card import Card
 name, capability = sys.argv[1], int(sys.argv[2])
@@ -32,7 +32,7 @@ print(json.dumps({"digest": script.digest(traced)}))
 ASSEMBLED = """
 import sys
 import json
-from dflash_jax.tools import compile_kernels
+from tools import compile_kernels
 compile_kernels.prepare()
 from pathlib import Path
 from triton.backends.nvidia import compiler

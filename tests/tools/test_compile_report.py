@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.tools.xla_text import KERNELS, copied_bytes, kernels, thunk_kinds, weights_read, written_bytes
 from tests.helpers import load_script
+from tools.xla_text import KERNELS, copied_bytes, kernels, thunk_kinds, weights_read, written_bytes
 
 ROOT = Path(__file__).parents[2]
 compile_train = load_script("compile/train.py")

@@ -13,7 +13,6 @@ import pytest
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
-from dflash_jax.tools.float64_reference import assert_tree_near, in_both_of
 from dflash_jax.training import run
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Loss
@@ -21,6 +20,7 @@ from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from tests.families import VOCAB, family_config
 from tests.helpers import random_decoder, random_drafter, tiny_draft_config
+from tools.float64_reference import assert_tree_near, in_both_of
 
 ROWS, LENGTH = 8, 32
 LAYOUTS = [Layout(data=8), Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]

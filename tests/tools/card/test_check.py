@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dflash_jax.tools.card import check as card_check
-from dflash_jax.tools.card import report as card_report
-from dflash_jax.tools.card import ruler as card_ruler
-from dflash_jax.tools.card import stages as card_stages
-from dflash_jax.tools.card import wheels as card_wheels
+from tests.helpers import load_script
+from tools.card import report as card_report
+from tools.card import ruler as card_ruler
+from tools.card import stages as card_stages
+from tools.card import wheels as card_wheels
 
+ROOT = Path(__file__).parents[3]
+card_check = load_script("card/check.py")
 # A stage without a device: a line a case, as `stages` writes them. What cases do is in stages.json.
 FAKE = """
 import json, os, signal, sys, time
@@ -210,10 +212,10 @@ def test_no_time_is_left_for_later_stages(fake, monkeypatch):
 
 def test_a_stage_ends_with_its_parent():
     """Where the check itself is killed, as at the end of a loan."""
-    code = "import time; from dflash_jax.tools.card import stages; stages.end_with_parent(); "
+    code = "import time; from tools.card import stages; stages.end_with_parent(); "
     code += "print(flush=True); time.sleep(600)"
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, process_group=0) as one:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, process_group=0, cwd=ROOT) as one:
         one.stdout.readline()
         assert one.poll() is None
         one.stdin.close()
@@ -390,7 +392,7 @@ def test_what_a_case_raises():
 def interpreted():
     pytest.importorskip("torch")
     pytest.importorskip("triton.runtime.interpreter")
-    from dflash_jax.tools.triton_interpreter import interpreting, small_grids
+    from tools.triton_interpreter import interpreting, small_grids
 
     with interpreting(), small_grids():
         yield
@@ -398,8 +400,8 @@ def interpreted():
 
 def test_a_wrong_kernel_is_found(interpreted):
     """Wrong in one place, missing, another at each run, or by what its row stands beside."""
-    from dflash_jax.tools.kernels import cases as kernel_cases
-    from dflash_jax.tools.kernels.comparisons import F32, SMALL, products
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import F32, SMALL, products
 
     comparison, calls = products(kernel_cases.Source(0), SMALL, 7, 1, F32, "residual"), []
     assert kernel_cases.check(comparison, False)["status"] == "exact"
@@ -421,7 +423,7 @@ def test_a_wrong_kernel_is_found(interpreted):
 def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
     """As `card_build` records it: kinds of arguments and results, their shapes, and what is written in place."""
     from dflash_jax.ops.kernels.triton import launch
-    from dflash_jax.tools.card import build as card_build
+    from tools.card import build as card_build
 
     calls, shapes = [], [[3, 2, 64, 16], [3, 2, 64, 16], [3, 1], [1, 5, 2, 16], [1, 5, 2, 16], [1], [1, 5]]
     described = {
@@ -440,7 +442,7 @@ def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
 
 def test_tokens_may_part_at_a_few_ties():
     """Not at a decided token, not where no tie is allowed, and not in many requests."""
-    from dflash_jax.tools import token_runs
+    from tools import token_runs
 
     def requests(*texts):
         return [SimpleNamespace(tokens=list(text), finish_reason="length", prompt=[1]) for text in texts]
@@ -458,8 +460,8 @@ def test_tokens_may_part_at_a_few_ties():
 
 def test_names_of_cases_are_unique():
     """And each case has a function that takes its options, which is called on a card only."""
-    from dflash_jax.tools.kernels import cases as kernel_cases
-    from dflash_jax.tools.kernels.comparisons import REAL, SMALL
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import REAL, SMALL
 
     for sizes in (REAL, SMALL):
         names = [name for name, _ in kernel_cases.comparisons(sizes)]

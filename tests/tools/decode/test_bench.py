@@ -17,16 +17,14 @@ from dflash_jax.models import moe as moe_layer
 from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
-from dflash_jax.planner import Slot, read_shapes, weigh
-from dflash_jax.tools import compile_report
-from dflash_jax.tools.decode import bench as bench_decode
-from dflash_jax.tools.decode import pair as decode_pair
-from dflash_jax.tools.decode import profile as decode_profile
-from dflash_jax.tools.decode import table as decode_table
-from dflash_jax.tools.decode.pair import Point
+from dflash_jax.planner import Slot, abstract_pair, read_shapes, weigh
+from tests.helpers import load_script
+from tools.decode import pair as decode_pair
+from tools.decode.bench import Bench
+from tools.decode.pair import Point
 
 ROOT = Path(__file__).parents[3]
-
+script = load_script("bench/decode.py")
 TINY = ROOT / "dflash_jax/assets/tiny"
 
 
@@ -43,7 +41,7 @@ def system(tmp_path_factory):
 def measured(system, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "decode"
     options = ["--config", str(system), "--dtype", "float32", "--out", str(out)]
-    assert bench_decode.main([*options, "--points", "1,1,64", "2,4,64"]) == 0
+    assert script.main([*options, "--points", "1,1,64", "2,4,64"]) == 0
     return out, options
 
 
@@ -55,8 +53,8 @@ def counting(monkeypatch):
         state = self.state(point)
         return {"experts_touched": self.experts_touched(self.calls(point, state)["choices"], state), "round_ms": 1.0}
 
-    monkeypatch.setattr(bench_decode.Bench, "_measure", count)
-    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(Bench, "_measure", count)
+    monkeypatch.setattr(script, "measured_bandwidth", lambda: 1e9)
 
 
 @pytest.mark.usefixtures("counting")
@@ -64,7 +62,7 @@ def test_experts_that_a_kernel_in_cpp_chooses_are_counted(tmp_path):
     """Of the bundled pair, whose tokens go to two experts each."""
     if cpu.why_not():
         pytest.skip("no C++ compiler")
-    assert bench_decode.main(["--points", "1,2,64", "--out", str(tmp_path / "decode")]) == 0
+    assert script.main(["--points", "1,2,64", "--out", str(tmp_path / "decode")]) == 0
     (row,) = json.loads((tmp_path / "decode.json").read_text())["points"].values()
     assert 2 <= row["experts_touched"] <= 4
 
@@ -94,21 +92,21 @@ def test_a_round_reads_the_drafters_keys_only_where_it_drafts(block_size, kv):
     bench = SimpleNamespace(
         layout=ONE_DEVICE, slot=Slot(0, 0, 0, 3, 5), weights=weights, drafts=drafts, head=0.0, pair=pair
     )
-    assert bench_decode.Bench.bytes(bench, Point(2, block_size, 100), None) == 2 * 100 * kv
+    assert Bench.bytes(bench, Point(2, block_size, 100), None) == 2 * 100 * kv
 
 
 def test_the_head_as_the_drafter(system, tmp_path):
     """Each of its passes reads its own weights and the head's rows, or the shortlist's."""
     options = ["--config", str(system), "--dtype", "float32", "--draft", "mtp", "--out", str(tmp_path / "head")]
     short = [*options, "--draft-tokens", "64"]
-    assert bench_decode.main([*short, "--points", "1,3,64"]) == 0
+    assert script.main([*short, "--points", "1,3,64"]) == 0
     record = json.loads((tmp_path / "head.json").read_text())
     assert record["about"]["draft"] == "mtp, 64 tokens"
     assert all(row["draft_ms"] > 0 for row in record["points"].values())
     read = []
     for given in (options, short):
-        pair = decode_pair.open_pair(bench_decode.make_parser().parse_args(given), [Point(1, 3, 64)])
-        read.append(bench_decode.Bench(pair, 1e9).bytes(Point(1, 3, 64), 0.0))
+        pair = decode_pair.open_pair(script.make_parser().parse_args(given), [Point(1, 3, 64)])
+        read.append(Bench(pair, 1e9).bytes(Point(1, 3, 64), 0.0))
     config = pair.target.config
     # Two passes, each with the whole head, or with 64 of its rows and their ids.
     assert read[0] - read[1] == 2 * (4 * (config.vocab_size - 64) * config.hidden_size - 4 * 64)
@@ -124,14 +122,14 @@ def test_the_head_as_the_drafter(system, tmp_path):
     ],
 )
 def test_a_shortlist_that_cannot_be(system, capsys, options, wrong):
-    assert bench_decode.main([str(system) if each == "SYSTEM" else each for each in options]) == 2
+    assert script.main([str(system) if each == "SYSTEM" else each for each in options]) == 2
     assert wrong in capsys.readouterr().err
 
 
 def test_what_is_there_is_not_measured_again(measured, capsys):
     out, options = measured
     before = out.with_suffix(".json").read_text()
-    assert bench_decode.main([*options, "--points", "1,1,64", "--json"]) == 0
+    assert script.main([*options, "--points", "1,1,64", "--json"]) == 0
     said = capsys.readouterr()
     assert "…" not in said.err
     assert json.loads(said.out)["points"] == json.loads(before)["points"]
@@ -139,7 +137,7 @@ def test_what_is_there_is_not_measured_again(measured, capsys):
 
 def test_results_of_another_model_are_not_mixed(measured, capsys):
     _, options = measured
-    assert bench_decode.main([*options, "--points", "1,1,64", "--layers", "2"]) == 2
+    assert script.main([*options, "--points", "1,1,64", "--layers", "2"]) == 2
     assert "give another --out" in capsys.readouterr().err
 
 
@@ -151,10 +149,10 @@ def test_a_point_that_memory_cannot_hold_leaves_the_others(measured, bench, tmp_
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return {"round_ms": 1.0}
 
-    monkeypatch.setattr(bench_decode.Bench, "measure", measure)
-    monkeypatch.setattr(bench_decode, "open_pair", lambda *args: bench.pair)
-    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
-    assert bench_decode.main([*options[:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(script, "open_pair", lambda *args: bench.pair)
+    monkeypatch.setattr(script, "measured_bandwidth", lambda: 1e9)
+    assert script.main([*options[:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())["points"]
     assert [sorted(row) for row in rows.values()] == [["failed"], ["round_ms"]]
     assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
@@ -164,17 +162,17 @@ def test_weights_that_memory_cannot_hold_are_rows_too(measured, tmp_path, monkey
     def full(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(bench_decode, "open_pair", full)
-    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
-    assert bench_decode.main([*measured[1][:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
+    monkeypatch.setattr(script, "open_pair", full)
+    monkeypatch.setattr(script, "measured_bandwidth", lambda: 1e9)
+    assert script.main([*measured[1][:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())["points"]
     assert [list(row) for row in rows.values()] == [["failed"], ["failed"]]
 
 
 @pytest.fixture(scope="module")
 def bench(system):
-    args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
-    return bench_decode.Bench(decode_pair.open_pair(args, [Point(2, 4, 64)]), 1e9)
+    args = script.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
+    return Bench(decode_pair.open_pair(args, [Point(2, 4, 64)]), 1e9)
 
 
 def test_choices_are_counted_as_routed(bench):
@@ -203,7 +201,7 @@ def test_what_does_not_fit_is_cut(memory, kind, layers, note):
 
 def test_each_point_has_what_fits_it(system, monkeypatch):
     """A large point does not cut a small one, and FP8 is a point of its own."""
-    args = bench_decode.make_parser().parse_args(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")])
+    args = script.make_parser().parse_args(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")])
     monkeypatch.setattr(decode_pair.jax, "devices", lambda: [FakeCard()])
     small, large = Point(1, 16, 2048), Point(32, 16, 131072)
     points = [small, large, Point(1, 1, 2048)]
@@ -231,12 +229,12 @@ class FakeCard:
 
 @pytest.mark.parametrize("text", ["1,4", "0,4,64", "a,b,c", "1,4,16", "1,4,64,2"])
 def test_a_point_that_is_none_is_told(text, capsys):
-    assert bench_decode.main(["--points", text]) == 2
+    assert script.main(["--points", text]) == 2
     assert f"point '{text}'" in capsys.readouterr().err
 
 
 def test_a_model_of_full_size_is_refused_on_a_cpu(capsys):
-    assert bench_decode.main(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")]) == 2
+    assert script.main(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")]) == 2
     assert "billion parameters on a CPU" in capsys.readouterr().err
 
 
@@ -246,7 +244,7 @@ def test_fewer_layers_make_no_tokens(measured):
     row = record["points"]["batch 2, width 4, context 64"]
     cut = row | {"model": "2 of 4 layers"}
     record["points"] = {"batch 1, width 16, context 64": row, "batch 1, width 8, context 64": cut}
-    text = decode_table.table(record)
+    text = script.table(record)
     assert "| batch 1, width 16, context 64 | Math500 |" in text
     assert "| batch 1, width 8, context 64 | Math500 |" not in text
 
@@ -284,16 +282,16 @@ def test_kernels_of_a_trace():
     """A GPU's are what its streams show, named or not; a CPU's are XLA's own, without what only holds others."""
     host = [event(9, 1, "while.3", 90.0, hlo_op="while.3"), event(9, 1, "dot.1", 5.0, hlo_op="dot.1")]
     host += [event(9, 1, "PjitFunction", 70.0), name_of("process_name", 9, 0, "/host:CPU")]
-    assert decode_profile.kernel_events(host) == [("dot.1", 5.0)]
+    assert script.kernel_events(host) == [("dot.1", 5.0)]
     card = [name_of("process_name", 1, 0, "/device:GPU:0"), name_of("thread_name", 1, 4, "Stream #14(Compute)")]
     card += [name_of("thread_name", 1, 5, "XLA Ops"), event(1, 5, "fusion.1", 8.0, hlo_op="fusion.1")]
     card += [event(1, 4, "fusion_1", 3.0), event(1, 4, "memcpy32_post", 1.0)]
-    assert decode_profile.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
+    assert script.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
 
 
 def test_of_experts_in_few_bits_only_those_that_are_touched_are_read():
     shapes = read_shapes(str(ROOT / "configs/hf/Qwen3.6-35B-A3B-FP8.json"), None)
-    held = weigh(compile_report.abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, None, XLA)[0], ONE_DEVICE)
+    held = weigh(abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, None, XLA)[0], ONE_DEVICE)
     # A byte for each of 3 x 512 inputs of an expert's 2,048 outputs in each of 40 layers, two for each 128 of them.
     assert held.expert == 40 * 3 * 512 * 2048 * (1 + 2 / 128)
     untouched = (256 - 70) * held.expert
@@ -305,10 +303,10 @@ def test_of_experts_in_few_bits_only_those_that_are_touched_are_read():
 @pytest.mark.parametrize("experts", ["even", "7"])
 def test_forced_experts_are_counted_as_asked(measured, bench, tmp_path, monkeypatch, experts):
     """The record counts as many as were asked for, and routing is as before afterwards."""
-    monkeypatch.setattr(bench_decode, "open_pair", lambda *args: bench.pair)
+    monkeypatch.setattr(script, "open_pair", lambda *args: bench.pair)
     before, out = moe_layer.mixture, tmp_path / "forced"
     options = [*measured[1][:-1], str(out), "--points", "2,4,64"]
-    assert bench_decode.main([*options, "--experts", experts]) == 0
+    assert script.main([*options, "--experts", experts]) == 0
     ((name, row),) = json.loads(out.with_suffix(".json").read_text())["points"].items()
     assert name.endswith(f"{row['experts_touched']:.0f} experts")
     assert experts == "even" or row["experts_touched"] == 7
@@ -316,6 +314,6 @@ def test_forced_experts_are_counted_as_asked(measured, bench, tmp_path, monkeypa
 
 
 def test_more_experts_than_choices_are_refused():
-    args = bench_decode.make_parser().parse_args(["--points", "1,1,64", "--experts", "100"])
+    args = script.make_parser().parse_args(["--points", "1,1,64", "--experts", "100"])
     with pytest.raises(InputError, match="for 1 tokens it must be 'even' or"):
-        bench_decode.count_of_experts(args, Point(1, 1, 64))
+        script.count_of_experts(args, Point(1, 1, 64))

@@ -12,9 +12,9 @@ pytest.importorskip("triton.runtime.interpreter")
 
 from dflash_jax.ops import gated_delta
 from dflash_jax.ops.backend import XLA
-from dflash_jax.tools.kernels.arguments import Source, mixer, spoilt
-from dflash_jax.tools.kernels.comparisons import kernel_of
 from tests.helpers import in_one_program
+from tools.kernels.arguments import Source, mixer, spoilt
+from tools.kernels.comparisons import kernel_of
 
 mix = in_one_program(kernel_of(gated_delta.IMPLEMENTATIONS, "triton, one chunk"))
 plain_mix = in_one_program(partial(gated_delta.reference, XLA))

@@ -15,10 +15,10 @@ from dflash_jax.ops.cache import DeltaState
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.gated_delta import ADVANCES, IMPLEMENTATIONS, reference, replay
 from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
-from dflash_jax.tools.kernels.arguments import Source, mixer
-from dflash_jax.tools.kernels.comparisons import kernel_of
-from dflash_jax.tools.triton_interpreter import interpreting
 from tests.helpers import in_one_program
+from tools.kernels.arguments import Source, mixer
+from tools.kernels.comparisons import kernel_of
+from tools.triton_interpreter import interpreting
 
 mix, replay_plain = in_one_program(partial(reference, XLA)), in_one_program(partial(replay, XLA))
 mix_in_chunks = in_one_program(kernel_of(IMPLEMENTATIONS, "triton, chunks"))

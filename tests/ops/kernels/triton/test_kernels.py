@@ -25,10 +25,10 @@ from dflash_jax.ops.kernels.triton.launch import launching
 from dflash_jax.ops.linear import DeferredNorm, linear
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import ONE_DEVICE
-from dflash_jax.tools.float64_reference import assert_as_near
-from dflash_jax.tools.kernels import arguments
-from dflash_jax.tools.kernels.arguments import Source
 from tests.helpers import in_one_program, random_decoder, tiny_config
+from tools.float64_reference import assert_as_near
+from tools.kernels import arguments
+from tools.kernels.arguments import Source
 
 CUDA, PLAIN = Backend.for_card(HOPPER), Backend.xla("cuda")
 

@@ -16,7 +16,7 @@ from dflash_jax.ops import cache_write, frame_attention, gated_delta, linear, mo
 from dflash_jax.ops import rotation as rotation_op
 from dflash_jax.ops.backend import Backend, Implementation
 from dflash_jax.ops.card import HOPPER, Card
-from dflash_jax.tools.kernels import arguments
+from tools.kernels import arguments
 
 BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
 

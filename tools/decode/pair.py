@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,16 @@ from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
-from dflash_jax.planner import Shapes, Slot, measure_slot, read_shapes
-from dflash_jax.tools import compile_report
+from dflash_jax.planner import Shapes, Slot, abstract_pair, measure_slot, read_shapes
+from tools.compile_report import shorten
 
-ASSETS = Path(__file__).parents[2] / "assets/tiny"
 # Room behind the context for the rounds of all measurements.
 ROOM = 1024
 # Of the memory that a backend gives.
@@ -131,7 +130,7 @@ class Pair:
 @cache
 def _sizes(shapes: Shapes, layout: Layout, quantize: str | None) -> tuple[int, Slot]:
     """Bytes of the weights of a pair in bfloat16, and of a slot."""
-    target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize, XLA)
+    target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, quantize, XLA)
     weight_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
     return weight_bytes, measure_slot(target, drafter, layout)
 
@@ -157,7 +156,7 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
         if needs(shapes, kind) <= USABLE * memory:
             return shapes, kind, "" if kind == quantize else "held in FP8: bfloat16 does not fit"
     for count in range(num_layers - num_layers % step, 0, -step):
-        cut = compile_report.shorten(shapes, count)
+        cut = shorten(shapes, count)
         if needs(cut, kind) <= USABLE * memory:
             return cut, kind, f"{count} of {num_layers} layers{', in FP8' if kind == 'fp8' else ''}: more do not fit"
     raise InputError(f"not even {step} layers fit into {memory / 1e9:.0f} GB")
@@ -174,14 +173,14 @@ def layout_of(args) -> Layout:
 
 def shapes_of(args) -> Shapes:
     """The configs of the pair that the arguments name."""
-    of = {k: ASSETS / k for k in ("target", "draft")} if args.config is None else read_system(args.config).shapes
+    of = {k: TINY / k for k in ("target", "draft")} if args.config is None else read_system(args.config).shapes
     shapes = read_shapes(*(str(of[k]) for k in ("target", "target" if args.draft else "draft")))
-    return compile_report.shorten(shapes, args.layers) if args.layers else shapes
+    return shorten(shapes, args.layers) if args.layers else shapes
 
 
 def parameters(args) -> int:
     """Of target and drafter."""
-    pair = compile_report.abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None, XLA)
+    pair = abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None, XLA)
     return sum(math.prod(x.shape) for x in jax.tree.leaves(pair))
 
 
@@ -217,7 +216,7 @@ def open_pair(args, points: list[Point]) -> Pair:
     layout = layout_of(args)
     shapes, quantize, note = _fitting(args, points)
     dtype, backend = jnp.dtype(args.dtype or "bfloat16"), Backend.detect(args.kernels)
-    target, drafter = compile_report.abstract_pair(shapes, layout, dtype, quantize, backend)
+    target, drafter = abstract_pair(shapes, layout, dtype, quantize, backend)
     mesh = layout.mesh()
     target, drafter = random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6)
     if args.draft_tokens:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.tools import float64_reference
-from dflash_jax.tools.kernels.arguments import Source
-from dflash_jax.tools.kernels.comparisons import (
+from tools import float64_reference
+from tools.kernels.arguments import Source
+from tools.kernels.comparisons import (
     BF16,
     F16,
     F32,

@@ -13,9 +13,9 @@ import numpy as np
 
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops.backend import Backend
-from dflash_jax.tools import token_runs
-from dflash_jax.tools.token_runs import Remembering
-from dflash_jax.tools.triton_interpreter import INTERPRETED as INTERPRETED_BACKEND
+from tools import token_runs
+from tools.token_runs import Remembering
+from tools.triton_interpreter import INTERPRETED as INTERPRETED_BACKEND
 
 
 @dataclass(frozen=True)

@@ -1,73 +1,39 @@
-"""Decoding at real shapes, part by part, beside the bandwidth floor of the card it runs on.
+"""Measures a round's parts, each in a loop on the device, beside the bytes that they cannot but move."""
 
-    python scripts/bench/decode.py [--config qwen3.6-35b-a3b] [--grid full] [--profile]
-
-On a machine that has JAX only, from a checkout: PYTHONPATH=. python scripts/bench/decode.py. It needs no other package.
-
-Weights are random and made on the device; the experts that they touch are counted, the card's bandwidth is measured.
-Without a config: the bundled pair, which a CPU manages. A model that does not fit in bfloat16 is held in FP8, or cut to
-as many layers as fit, and the table says so. Points that --out already has are not measured again. Results: a table on
-stdout (--json: the record), OUT.json and OUT.md.
-"""
-
-import argparse
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.benchmarking.store import beside, read_record, write_record
-from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.decoding import speculative, step_functions
 from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_slots, take_slots
 from dflash_jax.engine.ahead_of_time import AheadOfTime
-from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import pages_of_slots
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.pages import Pages
 from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
-from dflash_jax.errors import EngineError, InputError
+from dflash_jax.errors import EngineError
 from dflash_jax.models import moe as moe_layer
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import moe
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.parallel.devices import device_name
 from dflash_jax.parallel.sharding import DATA, spec
 from dflash_jax.planner import measure_slot, weigh
-from dflash_jax.tools import xla_text
-from dflash_jax.tools.decode.pair import (
-    ROOM,
-    Pair,
-    Point,
-    experts_used,
-    grid,
-    groups,
-    in_fp8,
-    layout_of,
-    open_pair,
-    parameters,
-    shapes_of,
-)
-from dflash_jax.tools.decode.profile import profile
-from dflash_jax.tools.decode.table import table
+from tools import xla_text
+from tools.decode.pair import ROOM, Pair, Point
 
 ROUNDS = 16
-MOST_ON_CPU = 2e9
 
 
 def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
@@ -393,20 +359,6 @@ class Bench:
         return figures | {"peak_gb": round(max(peaks) / 1e9, 2)}
 
 
-def count_of_experts(args, point: Point) -> int:
-    """What --experts says for a point. Raises InputError where the target has none, or fewer."""
-    specs = [layer.ffn for layer in shapes_of(args).target.layers if isinstance(layer.ffn, MoeSpec)]
-    if not specs:
-        raise InputError("--experts: the target has none")
-    tokens, spec = point.batch * point.block_size, specs[0]
-    if args.experts == "even":
-        return experts_used(tokens, spec)
-    low, high = spec.experts_per_token, min(spec.num_experts, tokens * spec.experts_per_token)
-    if not args.experts.isdecimal() or not low <= int(args.experts) <= high:
-        raise InputError(f"--experts {args.experts!r}: for {tokens} tokens it must be 'even' or {low} to {high}")
-    return int(args.experts)
-
-
 def timed(call, state, rewound) -> tuple:
     """(median seconds of a call, the state behind): each waited for, after one that warms up."""
     times = []
@@ -422,114 +374,3 @@ def timed(call, state, rewound) -> tuple:
 def prefilled(point: Point, backend: Backend) -> int:
     """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
     return max(size for size in (*PREFILL_SIZES, largest_prefill(backend.has_triton)) if size < point.context)
-
-
-def run(args) -> int:
-    """Measures the points: the exit code."""
-    set_platform(args.platform)
-    is_cpu = jax.default_backend() == "cpu"
-    if args.config is not None and is_cpu and (count := parameters(args)) > MOST_ON_CPU:
-        raise InputError(f"{count / 1e9:.0f} billion parameters on a CPU: give --layers, or leave --config out")
-    if args.draft and args.config is None:
-        raise InputError(f"--draft {args.draft}: it needs --config")
-    if args.draft_tokens is not None:
-        vocab = shapes_of(args).target.vocab_size
-        if args.config is None or not 1 <= args.draft_tokens <= vocab:
-            raise InputError(f"--draft-tokens {args.draft_tokens}: it needs --config, and must be 1 to {vocab}")
-    enable_disk_cache()
-    points = [Point.parse(text) for text in args.points or ()] or grid(args.grid, args.config is None or is_cpu)
-    if args.experts is not None:
-        points = [replace(p, experts=count_of_experts(args, p)) for p in points]
-    kind, name = jax.devices()[0].device_kind, find_config(args.config).stem if args.config else "bundled"
-    if args.grid == "full" and args.config is not None and not args.points and args.quantize is None:
-        points += in_fp8(args, points)
-    about = {
-        "config": name,
-        "device": f"{len(jax.devices())} x {kind}",
-        "mesh": str(layout_of(args)),
-        "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
-        + (f", weights in {args.quantize}" if args.quantize else ""),
-        "kernels": "triton" if Backend.detect(args.kernels).has_triton else "xla",
-        "draft": ", ".join(filter(None, (args.draft, args.draft_tokens and f"{args.draft_tokens:,} tokens"))),
-        "model": ("random" if args.config else "trained")
-        + " weights"
-        + (f", first {args.layers} layers" if args.layers else ""),
-    }
-    out = args.out or Path(
-        f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}"
-        + "".join(f"-{each}" for each in (args.draft, args.draft_tokens) if each)
-    )
-    figures, page = beside(out, ".json"), beside(out, ".md")
-    recorded = read_record(figures)
-    was = recorded.get("about", about)
-    if any(was.get(k, "") != v for k, v in about.items()):
-        raise InputError(f"{figures} is of {was}, this is {about}: give another --out")
-    record, bench, bandwidth = {"about": about, "points": recorded.get("points", {})}, None, 0.0
-
-    def measured(point: Point) -> bool:
-        return "round_ms" in record["points"].get(str(point), {})
-
-    left = [p for p in points if not measured(p)] or points[-1:] * args.profile
-    if left:
-        bandwidth = measured_bandwidth()
-        about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1), "versions": versions()}
-    else:
-        about |= was
-    for group in groups(args, left):
-        # Frees the memory of the previous group first.
-        bench = None
-        for point in group:
-            if measured(point):
-                continue
-            print(f"{point} …", file=sys.stderr, flush=True)
-            try:
-                if bench is None:
-                    bench = Bench(open_pair(args, group), bandwidth)
-                row = bench.measure(point) | ({"model": bench.pair.note} if bench.pair.note else {})
-            except jax.errors.JaxRuntimeError as e:
-                row = {"failed": " ".join(str(e).split())[:120]}
-            if bench is not None:
-                bench.programs.compiled.clear()
-            record["points"][str(point)] = row
-            write_record(figures, record)
-            page.write_text(table(record))
-    print(json.dumps(record) if args.json else table(record))
-    if args.profile:
-        # Of what fits this very point.
-        bench = None
-        bench = Bench(open_pair(args, points[-1:]), bandwidth)
-        trace = out.with_name(out.name + "-trace.json.gz")
-        print(f"ten kernels of {points[-1]}; the whole trace is in {trace}", file=sys.stderr)
-        for name, ms, times in profile(bench, points[-1], trace):
-            print(f"{ms:10.4f} ms a round, {times:4d} times: {name}", file=sys.stderr)
-    return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: the bundled pair)")
-    p.add_argument("--grid", choices=["default", "full"], default="default", help="default: %(default)s")
-    p.add_argument("--points", nargs="+", metavar="BATCH,WIDTH,CONTEXT", help="these instead of a grid")
-    text = "send the tokens of a round to N experts of each layer, or to as many as evenly used routers do (even)"
-    p.add_argument("--experts", metavar="N|even", help=f"{text}; default: as random weights route")
-    p.add_argument("--draft", choices=["mtp"], help="the target's own MTP head in place of the config's drafter")
-    p.add_argument("--draft-tokens", type=int, metavar="N", help="number of tokens that are drafted (default: all)")
-    p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
-    p.add_argument("--quantize", choices=["int8", "fp8"])
-    p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
-    add_platform(p)
-    p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")
-    p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
-    p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
-    return exit_code(lambda: run(make_parser().parse_args(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The stages of `scripts/card/check.py`, each in a process of its own.
 
-    python -m dflash_jax.tools.card.stages STAGE --platform cuda --out DIRECTORY
+    python -m tools.card.stages STAGE --platform cuda --out DIRECTORY
 
 Reads {"done": [names], "share": [i, n]}, a line, from stdin, and ends when that is closed. Each n-th case from the i-th
 on is its own. Writes to stdout, a JSON object a line, the names of all cases, and of each of its own that is not done
@@ -95,7 +95,7 @@ def machine(args) -> Cases:
         return measured(ptx_version=launch.ptx_version(card.least_ptx), **releases)
 
     def bandwidth() -> dict:
-        from dflash_jax.tools.decode import bench as bench_decode
+        from tools.decode import bench as bench_decode
 
         return measured(gb_per_s=round(bench_decode.measured_bandwidth() / 1e9, 1))
 
@@ -116,15 +116,15 @@ def measured(**figures) -> dict:
 
 def build(args) -> Cases:
     """Compiles the kernels of the published models."""
-    from dflash_jax.tools.card import build as card_build
+    from tools.card import build as card_build
 
     return card_build.cases(args.platform == "cuda")
 
 
 def kernels(args) -> Cases:
     """Compares each kernel with its definition."""
-    from dflash_jax.tools.kernels import cases as kernel_cases
-    from dflash_jax.tools.kernels.comparisons import REAL, SMALL
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import REAL, SMALL
 
     on_card = args.platform == "cuda"
     for i, (name, make) in enumerate(kernel_cases.comparisons(REAL if on_card else SMALL)):
@@ -133,7 +133,7 @@ def kernels(args) -> Cases:
 
 def large(args) -> Cases:
     """Kernels on arrays of more than 2³¹ elements, and under NVIDIA's compute-sanitizer."""
-    from dflash_jax.tools.kernels import large as kernel_large
+    from tools.kernels import large as kernel_large
 
     on_card = args.platform == "cuda"
     for name, check in kernel_large.cases():
@@ -166,8 +166,8 @@ def _sanitized(tool: str) -> dict:
 
 def sanitizer(args) -> Cases:
     """Kernels alone, at small sizes: one token and several, one row and several, few tokens and many."""
-    from dflash_jax.tools.kernels import cases as kernel_cases
-    from dflash_jax.tools.kernels.comparisons import SMALL
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import SMALL
 
     seen = set()
     for i, (name, make) in enumerate(kernel_cases.comparisons(SMALL)):
@@ -182,14 +182,14 @@ def sanitizer(args) -> Cases:
 
 def tokens(args) -> Cases:
     """Compares an engine's tokens."""
-    from dflash_jax.tools.card import tokens as card_tokens
+    from tools.card import tokens as card_tokens
 
     return card_tokens.cases(args.platform == "cuda")
 
 
 def ruler(args) -> Cases:
     """Measures speed."""
-    from dflash_jax.tools.card import ruler as card_ruler
+    from tools.card import ruler as card_ruler
 
     return card_ruler.cases(args.platform == "cuda", args.out)
 
@@ -285,7 +285,7 @@ def _prepared(args):
 
         enable_disk_cache()
         if args.platform == "cpu":
-            from dflash_jax.tools.triton_interpreter import interpreting, small_grids
+            from tools.triton_interpreter import interpreting, small_grids
 
             stack.enter_context(interpreting())
             stack.enter_context(small_grids())

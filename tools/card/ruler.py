@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+RULER = Path(__file__).resolve().parents[2] / "scripts/bench/decode.py"
 CONFIG = "qwen3.6-35b-a3b"
 # (bits of weights or None for the checkpoint's, batch, tokens of a round, context).
 POINTS = (
@@ -25,15 +26,15 @@ SHOWN = ("round_ms", "draft_ms", "verify_ms", "commit_ms", "floor_ms", "of_floor
 
 
 def point(quantize: str | None, batch: int, block_size: int, context: int) -> list[str]:
-    """Options of `decode.bench`."""
+    """Options of the ruler."""
     experts = str(EXPERTS) if batch * block_size == TOKENS else "even"
     options = ["--config", CONFIG, "--points", f"{batch},{block_size},{context}", "--experts", experts]
     return options + (["--quantize", quantize] if quantize else [])
 
 
 def measured(options: list[str], point: str, out: Path) -> dict:
-    """The figures of ``point`` in ``out``'s record, once `decode.bench` has run; and what its trace named."""
-    command = [sys.executable, "-m", "dflash_jax.tools.decode.bench", *options, "--out", str(out)]
+    """The figures of ``point`` in ``out``'s record, once the ruler has run; and what its trace named."""
+    command = [sys.executable, str(RULER), *options, "--out", str(out)]
     # Of JAX's usual three quarters of a card, the weights in bfloat16 are too many for one of 80 GB.
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_CLIENT_MEM_FRACTION": ""}
     done = subprocess.run(command, env=environment, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)

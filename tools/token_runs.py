@@ -28,8 +28,8 @@ from dflash_jax.models.drafting import DrafterWrapper, Proposal
 from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.planner import Shapes, read_shapes
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.tools.compile_report import shorten
-from dflash_jax.tools.equality import Reference, equal_or_tie
+from tools.compile_report import shorten
+from tools.equality import Reference, equal_or_tie
 
 # Of random models: small, so that a `Remembering` has room.
 VOCAB = 64

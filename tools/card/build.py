@@ -1,6 +1,6 @@
 """Every kernel as three systems launch it: recorded without a card, built and launched on one.
 
-    python -m dflash_jax.tools.card.build CAPABILITY SHARED_MEMORY
+    python -m tools.card.build CAPABILITY SHARED_MEMORY
 
 prints the launches, a JSON object a line: what `scripts/card/check.py` runs in a process of its own, for a system over
 eight devices is traced on eight CPU devices.
@@ -17,7 +17,7 @@ from importlib import import_module
 def record(capability: int, shared_memory: int) -> None:
     """Prints each launch of the systems of `compile_kernels` for a card once."""
     from dflash_jax.ops.card import Card
-    from dflash_jax.tools import compile_kernels
+    from tools import compile_kernels
 
     compile_kernels.prepare()
 
@@ -32,7 +32,7 @@ def record(capability: int, shared_memory: int) -> None:
 def recorded(capability: int, shared_memory: int) -> list[dict]:
     """What `record` prints in another process: this one's JAX has a card."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "dflash_jax.tools.card.build", str(capability), str(shared_memory)]
+    command = [sys.executable, "-m", "tools.card.build", str(capability), str(shared_memory)]
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     return [json.loads(line) for line in output.splitlines()]
 
@@ -43,7 +43,7 @@ def launched(launch: dict) -> dict:
     import jax.numpy as jnp
 
     from dflash_jax.ops.kernels.triton.launch import triton_call
-    from dflash_jax.tools.kernels.comparisons import tested_card
+    from tools.kernels.comparisons import tested_card
 
     module, _, name = launch["kernel"].partition(".")
     kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
@@ -63,7 +63,7 @@ def launched(launch: dict) -> dict:
 
 def compiled(launch: dict, capability: int) -> dict:
     """Builds a launch for a card that is not there, and holds what it takes to the card's limits."""
-    from dflash_jax.tools import compile_kernels
+    from tools import compile_kernels
 
     figures = compile_kernels.compiled(launch, capability)
     why = compile_kernels.over_limit(figures, capability)

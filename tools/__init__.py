@@ -1,4 +1,4 @@
 """What scripts/ and tests/ share: references, comparisons, and reports of compiled programs.
 
-The remainder of the package does not import it.
+It is not installed with `dflash_jax`, which does not import it.
 """

@@ -13,10 +13,10 @@ import numpy as np
 from dflash_jax.errors import InputError
 from dflash_jax.ops import gated_delta, moe
 from dflash_jax.ops.cache import PAGE_SIZE, Bounds, DeltaState, KVCache
-from dflash_jax.tools.kernels import arguments
-from dflash_jax.tools.kernels.arguments import Source
-from dflash_jax.tools.kernels.cases import failed, same_bits
-from dflash_jax.tools.kernels.comparisons import kernel_of, tested_card
+from tools.kernels import arguments
+from tools.kernels.arguments import Source
+from tools.kernels.cases import failed, same_bits
+from tools.kernels.comparisons import kernel_of, tested_card
 
 BF16 = jnp.bfloat16
 LAST = 2**31
