@@ -72,11 +72,6 @@ def working(hlo: str) -> Iterator[str]:
             yield match[1]
 
 
-def kernels(hlo: str) -> int:
-    """Operations of an optimised program that run by themselves; those of loops count once."""
-    return sum(1 for _ in working(hlo))
-
-
 def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     """Bytes of all that these operations return, but for arrays of ``shapes``: those are updated in place."""
     arrays = (array for returned in working(hlo) for array in re.findall(r"(\w+)\[([\d,]*)\]", returned))

@@ -42,12 +42,13 @@ INTRODUCTION = """# Decoding, part by part
 `python scripts/bench/decode.py`: {}. Milliseconds, medians of five. A round and its parts each run in a loop on the
 device; the head is part of verify. GB: what a round cannot but move, with the experts that were counted; the floor is
 its time at the measured bandwidth (the faster of reading, and of reading and writing). Peak: what the largest of a
-point's programs holds. Prefill: one chunk of one prompt, the largest that the context has room for.
+point's programs holds. Kernels are counted in compile.md. Prefill: one chunk of one prompt, the largest that the
+context has room for.
 """
 COLUMNS = {
     "round": "round_ms", "draft": "draft_ms", "verify": "verify_ms", "of it head": "head_ms", "draw": "draw_ms",
     "commit": "commit_ms", "GB": "gb_a_round", "floor ms": "floor_ms", "of floor": "of_floor",
-    "experts": "experts_touched", "kernels a layer": "kernels_a_layer", "temporaries GB": "temporaries_gb",
+    "experts": "experts_touched", "temporaries GB": "temporaries_gb",
     "peak GB": "peak_gb", "prefill ms": "prefill_ms", "prefill tok/s": "prefill_tokens_per_s", "model": "model",
 }  # fmt: skip
 

@@ -30,7 +30,6 @@ from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.parallel.sharding import DATA, spec
 from dflash_jax.planner import measure_slot, weigh
-from tools import xla_text
 from tools.decode.pair import ROOM, Pair, Point
 
 ROUNDS = 16
@@ -341,22 +340,16 @@ class Bench:
         return self.weights.read(rows * point.block_size, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
-        """Figures of the loop's program, and the peak memory of the point's programs.
-
-        The figures are kernels of a round by layer, and temporaries.
-        """
+        """Temporaries of the loop's program, and the peak memory of the point's programs."""
         keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].block_size == point.block_size]
         program = self.programs.compiled[keys[-1]]
-        layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.block_size > 1 else 0)
-        count = xla_text.kernels(program.as_text()) / layers
         temporaries = program.memory_analysis().temp_size_in_bytes
         memory = [program.memory_analysis() for program in self.programs.compiled.values()]
         peaks = [
             m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
             for m in memory
         ]
-        figures = {"kernels_a_layer": round(count, 1), "temporaries_gb": round(temporaries / 1e9, 3)}
-        return figures | {"peak_gb": round(max(peaks) / 1e9, 2)}
+        return {"temporaries_gb": round(temporaries / 1e9, 3), "peak_gb": round(max(peaks) / 1e9, 2)}
 
 
 def timed(call, state, rewound) -> tuple:
