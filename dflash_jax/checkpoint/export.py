@@ -14,21 +14,27 @@ from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import INDEX, new_directory
 from dflash_jax.checkpoint.load import read_entries
 from dflash_jax.errors import InputError
+from dflash_jax.models.families.names import Tensor, whole_tensors
 
 
 def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, array) of the tensors that a conversion was made from, one parameter at a time."""
+    yield from whole_tensors(_disk_parts(directory))
+
+
+def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Yields the tensors of `disk_tensors`, of some only rows at a time."""
     manifest = read_json(directory / orbax.MANIFEST)
     entries = {e.path: e for e in read_entries(directory, manifest["tensors"])}
     for key, record in manifest["records"].items():
         kind, name = key.split(" ", 1)
         arrays = orbax.read_arrays((directory / kind / name).absolute(), list(record["arrays"]))
         if kind == "extra":
-            yield name, arrays["array"]
+            yield Tensor(name, arrays["array"].shape), arrays["array"]
             continue
         entry = entries[name]
         weights = entry.write(arrays["array"] if "array" in arrays else arrays["values"])
-        yield from ((t.name, w) for t, w in zip(entry.tensors, weights, strict=True))
+        yield from zip(entry.tensors, weights, strict=True)
         if "scale" in arrays:
             yield from fp8.disk_scales(entry, arrays["scale"], manifest["block"])
 

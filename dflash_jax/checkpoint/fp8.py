@@ -40,7 +40,7 @@ def read_block(raw: dict, directory: Path) -> tuple[int, int] | None:
 
 def scale_of(tensor: Tensor, block: tuple[int, int]) -> Tensor:
     """The tensor of factors that belongs to ``tensor``."""
-    *lead, rows, columns = tensor.shape
+    *lead, rows, columns = tensor.disk_shape
     return Tensor(tensor.name + SUFFIX, (*lead, -(-rows // block[0]), -(-columns // block[1])))
 
 
@@ -63,12 +63,14 @@ def is_scaled(entry: Entry, files: Tensors) -> bool:
 
 
 def disk_scales(entry: Entry, factors: np.ndarray, block: tuple[int, int]):
-    """Yields (name, scale) of each tensor: the inverse of `read_scale`."""
+    """Yields (tensor, scale) of each tensor, of rows those that begin in them: the inverse of `read_scale`."""
     run = entry.shape[-1] // factors.shape[-1]
     wide = [dataclasses.replace(t, shape=(*t.shape[:-1], t.shape[-1] // run)) for t in entry.tensors]
     parts = dataclasses.replace(entry, tensors=tuple(wide)).write(factors)
     for tensor, part in zip(entry.tensors, parts, strict=True):
-        yield tensor.name + SUFFIX, np.ascontiguousarray(part[..., :: block[0], :: max(1, block[1] // run)])
+        begin = -tensor.first % block[0]
+        scale = np.ascontiguousarray(part[..., begin :: block[0], :: max(1, block[1] // run)])
+        yield dataclasses.replace(tensor, name=tensor.name + SUFFIX), scale
 
 
 def runs(inputs: int, block: tuple[int, int]) -> int:
@@ -82,9 +84,9 @@ def read_scale(entry: Entry, files: Tensors, block: tuple[int, int]) -> np.ndarr
     run = entry.shape[-1] // count
 
     def spread(tensor: Tensor) -> np.ndarray:
-        rows, columns = tensor.shape[-2:]
+        rows, columns = tensor.disk_shape[-2:]
         factors = files.read(tensor.name + SUFFIX)
-        factors = np.repeat(factors, block[0], axis=-2)[..., :rows, :]
+        factors = tensor.of(np.repeat(factors, block[0], axis=-2)[..., :rows, :])
         return np.repeat(factors, block[1] // run, axis=-1)[..., : columns // run]
 
     return entry.read([spread(t) for t in entry.tensors], count)

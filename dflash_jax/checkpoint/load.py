@@ -21,7 +21,7 @@ from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.families import dflash, mtp
-from dflash_jax.models.families.names import Entry
+from dflash_jax.models.families.names import Entry, Tensor, whole_tensors
 from dflash_jax.models.families.vision import vision_entries, vision_prefix
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
@@ -40,7 +40,7 @@ def _open(
         InputError: Tensors are missing, unexpected or of a wrong shape; its second argument is the list of all of them.
     """
     block = fp8.read_block(raw, directory)
-    expected = {t.name: t.shape for e in entries for t in e.tensors}
+    expected = {t.name: t.disk_shape for e in entries for t in e.tensors}
     tables = [e.tensors[0].name for e in entries if e.path in ("embed", "head") and block and fp8.is_scaled(e, files)]
     if tables:
         raise InputError(f"{directory} has {tables[0]!r} in FP8: an embedding or a head is read unquantized only")
@@ -365,12 +365,11 @@ def save_module(
 def _disk_tensors(module, entries: list[Entry], dtype) -> dict[str, np.ndarray]:
     """Name → array of each tensor on disk."""
     by_path = {e.path: e for e in entries}
-    tensors = {}
+    parts: list[tuple[Tensor, np.ndarray]] = []
     for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
         if path.startswith("vocabulary."):
             # Copies of rows of the target's head: the file of draft tokens describes them.
             continue
         entry = by_path[path]
-        for tensor, array in zip(entry.tensors, entry.write(np.asarray(leaf.astype(dtype))), strict=True):
-            tensors[tensor.name] = array
-    return tensors
+        parts += zip(entry.tensors, entry.write(np.asarray(leaf.astype(dtype))), strict=True)
+    return dict(whole_tensors(parts))

@@ -65,7 +65,7 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
         What `finished` returns.
     """
     files = source.files
-    array = entry.read([files.read(t.name) for t in entry.tensors])
+    array = entry.read([t.of(files.read(t.name)) for t in entry.tensors])
     if source.block and fp8.is_scaled(entry, files):
         arrays = {"values": array, "scale": fp8.read_scale(entry, files, source.block)}
     else:

@@ -72,6 +72,7 @@ class AttentionSpec:
         rope: Rotary embedding of queries and keys.
         gated: Whether the query projection also produces a sigmoid gate of the output.
         qk_norm: Whether queries and keys are normalised.
+        qkv_bias: Whether the projections of queries, keys and values have biases.
     """
 
     num_heads: int
@@ -80,6 +81,7 @@ class AttentionSpec:
     rope: RopeSpec
     gated: bool = False
     qk_norm: bool = True
+    qkv_bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,9 @@ class Attention(nnx.Module):
         q: Query projection, and gate projection of a gated layer, [N, 1 or 2, D, H].
         k: Key projection, [K, D, H].
         v: Value projection, [K, D, H].
+        q_bias: Its bias, [N, 1 or 2, D]; the biases are absent without ``qkv_bias``.
+        k_bias: [K, D].
+        v_bias: [K, D].
         o: Output projection, [H, N, D].
         q_norm: Norm of queries; absent without ``qk_norm``.
         k_norm: Norm of keys; absent without ``qk_norm``.
@@ -140,13 +143,18 @@ class Attention(nnx.Module):
         self.k = normal(rngs, (k, d, hidden), dtype)
         self.v = normal(rngs, (k, d, hidden), dtype)
         self.o = normal(rngs, (hidden, n, d), dtype)
+        if spec.qkv_bias:
+            self.q_bias = constant(rngs, (n, 2 if spec.gated else 1, d), dtype, 0.0)
+            self.k_bias = constant(rngs, (k, d), dtype, 0.0)
+            self.v_bias = constant(rngs, (k, d), dtype, 0.0)
         if spec.qk_norm:
             self.q_norm = RMSNorm(d, eps, norm_offset, rngs, dtype)
             self.k_norm = RMSNorm(d, eps, norm_offset, rngs, dtype)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
-        return {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,), "o": (None, self.heads)}
+        cuts = {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,)}
+        return {**cuts, **{f"{name}_bias": cut for name, cut in cuts.items()}, "o": (None, self.heads)}
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
@@ -156,6 +164,11 @@ class Attention(nnx.Module):
         """PartitionSpecs in the shape of ``cache``."""
         pages = spec(DATA, self.kv_heads, self.positions)
         return replace(cache, k=pages, v=pages, table=spec(DATA))
+
+    def projected(self, x: Float[Array, "B T H"] | DeferredNorm, names: str) -> tuple[Array, ...]:
+        """The projections ``names`` (of "qkv") of x, with their biases."""
+        biases = [getattr(self, f"{name}_bias")[...] for name in names] if self.spec.qkv_bias else None
+        return linear(self.backend, x, [getattr(self, name)[...] for name in names], biases=biases)
 
     def keys_values(
         self, x: Float[Array, "B T H"] | DeferredNorm, angles: CosSin
@@ -169,7 +182,7 @@ class Attention(nnx.Module):
         Returns:
             Keys (normed and rotated) and values, [B, T, K, D] each.
         """
-        k, v = linear(self.backend, x, (self.k[...], self.v[...]))
+        k, v = self.projected(x, "kv")
         return self.rotate(None, k, angles)[1], v
 
     def rotate(
@@ -196,10 +209,10 @@ class Attention(nnx.Module):
             Queries [B, T, N, D] and keys [B, T, K, D], normed and rotated; values [B, T, K, D]; and queries with gates
             [B, T, N, 2, D] for `ops.attention.through_gate`, or None without gates.
         """
-        projected, k, v = linear(self.backend, x, (self.q[...], self.k[...], self.v[...]))
-        q, k = self.rotate(projected, k, angles)
+        queries, k, v = self.projected(x, "qkv")
+        q, k = self.rotate(queries, k, angles)
         assert q is not None
-        return q, k, v, projected if self.spec.gated else None
+        return q, k, v, queries if self.spec.gated else None
 
     def output(
         self, y: Float[Array, "B T N D"], residual: Float[Array, "B T H"] | None = None

@@ -100,7 +100,7 @@ class Linear(nnx.Module):
         """
         (y,) = linear(
             self.backend, x, [self.weight[...]], self.contracted,
-            bias=self.bias[...], gelu=gelu, residual=residual, live=live,
+            biases=[self.bias[...]], gelu=gelu, residual=residual, live=live,
         )  # fmt: skip
         return y
 

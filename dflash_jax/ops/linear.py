@@ -1,6 +1,6 @@
 """Operation: linear maps of one input by several weights, with the norm before them and what follows them.
 
-    y_i = act(norm(x) · W_iᵀ + bias) + residual,    act: identity, GELU, or silu(a) · b of the two halves of W_i
+    y_i = act(norm(x) · W_iᵀ + b_i) + residual,    act: identity, GELU, or silu(a) · b of the two halves of W_i
 
 The norm is RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), SwiGLU that of arXiv 2002.05202, GELU that of
 arXiv 1606.08415; the reference implementation is transformers' Qwen3MLP, Qwen3RMSNorm and Qwen3_5VisionMLP. Weights are
@@ -198,18 +198,17 @@ def reference(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
-    bias: Array | None = None,
+    biases: Sequence[Array] | None = None,
     gelu: bool = False,
     residual: Array | None = None,
     live: Array | None = None,
 ) -> tuple[Array, ...]:
     """`linear` by XLA, of all rows: the norm, then one product for each weight."""
     x = x.apply() if isinstance(x, DeferredNorm) else x
-    if bias is None:
+    if biases is None:
         outputs = [project(backend, x, w, contracted, dtype) for w in weights]
     else:
-        (y,) = (project(backend, x, w, contracted, jnp.float32) for w in weights)
-        outputs = [(y + bias.astype(jnp.float32)).astype(dtype or x.dtype)]
+        outputs = _biased([project(backend, x, w, contracted, jnp.float32) for w in weights], biases, dtype or x.dtype)
     if swiglu:
         outputs = [jax.nn.silu(y[..., 0, :]) * y[..., 1, :] for y in outputs]
     if gelu:
@@ -217,6 +216,11 @@ def reference(
     if residual is not None:
         outputs = [residual + y for y in outputs]
     return (*outputs, x) if return_normed else tuple(outputs)
+
+
+def _biased(outputs: Sequence[Array], biases: Sequence[Array], dtype: DTypeLike) -> list[Array]:
+    """float32 products with their biases, rounded to ``dtype``."""
+    return [(y + b.astype(jnp.float32)).astype(dtype) for y, b in zip(outputs, biases, strict=True)]
 
 
 def _matrix_shape(x: Array | DeferredNorm, contracted: int) -> tuple[int, int]:
@@ -261,7 +265,7 @@ def _cpp(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
-    bias: Array | None = None,
+    biases: Sequence[Array] | None = None,
     gelu: bool = False,
     residual: Array | None = None,
     live: Array | None = None,
@@ -274,7 +278,7 @@ def _cpp(
     residual = None if residual is None else residual.reshape(rows, -1)
     outputs = cpp.linear(
         x.reshape(rows, inner), matrices, **norm, return_normed=return_normed, swiglu=swiglu,
-        bias=None if bias is None else bias.reshape(-1), gelu=gelu, residual=residual, live=live,
+        biases=None if biases is None else [b.reshape(-1) for b in biases], gelu=gelu, residual=residual, live=live,
     )  # fmt: skip
     return _unflattened(x, weights, contracted, swiglu, outputs, outputs[-1] if return_normed else None)
 
@@ -285,14 +289,18 @@ def _supports_triton(
     weights: Sequence[Weight],
     contracted: int = 1,
     *,
-    bias: Array | None = None,
+    swiglu: bool = False,
+    biases: Sequence[Array] | None = None,
     gelu: bool = False,
+    residual: Array | None = None,
     **options: Any,
 ) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
-    if bias is not None or gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
-        return "the kernel computes no bias, GELU or LayerNorm"
+    if gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
+        return "the kernel computes no GELU or LayerNorm"
+    if biases is not None and (swiglu or residual is not None):
+        return "biases follow the kernel, and SwiGLU and a residual follow biases"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     return triton_linear.why_not(*_matrix_shape(x, contracted), weights, backend.triton_card)
@@ -307,7 +315,7 @@ def _triton(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
-    bias: None = None,
+    biases: Sequence[Array] | None = None,
     gelu: bool = False,
     residual: Array | None = None,
     live: Array | None = None,
@@ -316,28 +324,43 @@ def _triton(
 
     rows, inner = _matrix_shape(x, contracted)
     x, norm, eps, offset = (x.x, x.weight, x.eps, x.offset) if isinstance(x, DeferredNorm) else (x, None, 0.0, 0.0)
+    # Biases follow the kernel, which then does not round.
+    of_kernel = dtype if biases is None else jnp.float32
 
-    def plain(x: Array, norm: Array | None, weights: Sequence[Weight], residual: Array | None) -> tuple[Array, ...]:
+    def plain(
+        x: Array,
+        norm: Array | None,
+        weights: Sequence[Weight],
+        biases: Sequence[Array] | None,
+        residual: Array | None,
+    ) -> tuple[Array, ...]:
         normed_later = x if norm is None else DeferredNorm(x, norm, eps, offset)
         return reference(
             backend, normed_later, weights, contracted, dtype=dtype, return_normed=return_normed, swiglu=swiglu,
-            residual=residual,
+            biases=biases, residual=residual,
         )  # fmt: skip
 
     def kernel(
-        x: Array, norm: Array | None, weights: Sequence[Array | QuantizedWeight], residual: Array | None
+        x: Array,
+        norm: Array | None,
+        weights: Sequence[Array | QuantizedWeight],
+        biases: Sequence[Array] | None,
+        residual: Array | None,
     ) -> tuple[Array, ...]:
         if norm is not None and not triton_linear.fuses_norm(x.dtype, rows, inner, weights):
             x, norm = rms_norm(x, norm, eps, offset), None
         outputs = triton_linear.project_triton(
             x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
             return_normed=return_normed and norm is not None, swiglu=swiglu,
-            residual=None if residual is None else residual.reshape(rows, -1), dtype=dtype, card=backend.triton_card,
+            residual=None if residual is None else residual.reshape(rows, -1), dtype=of_kernel,
+            card=backend.triton_card,
         )  # fmt: skip
         normed = (outputs[-1] if norm is not None else x) if return_normed else None
+        if biases is not None:
+            outputs = _biased(outputs[: len(weights)], [b.reshape(-1) for b in biases], dtype or x.dtype)
         return _unflattened(x, weights, contracted, swiglu, outputs, normed)
 
-    return with_gradient_of(plain, kernel)(x, norm, weights, residual)
+    return with_gradient_of(plain, kernel)(x, norm, weights, biases, residual)
 
 
 IMPLEMENTATIONS = (
@@ -356,7 +379,7 @@ def linear(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
-    bias: Float[Array, "..."] | None = None,
+    biases: Sequence[Float[Array, "..."]] | None = None,
     gelu: bool = False,
     residual: Float[Array, "..."] | None = None,
     live: Int[Array, ""] | None = None,
@@ -369,10 +392,10 @@ def linear(
         weights: [*out, *in] each, or [2, F, H] each with ``swiglu``.
         contracted: How many axes *in has.
         dtype: Dtype of the results; by default the wider of x's and the weight's for arrays, x's for other weights and
-            with a bias.
+            with biases.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of each weight's outputs, through silu, multiplies the second half.
-        bias: [*out], added in float32 to the result of one weight, before it is rounded; without ``swiglu``.
+        biases: [*out] for each weight, added in float32 to its result before that is rounded; without ``swiglu``.
         gelu: Whether GELU by tanh follows, computed in float32.
         residual: [..., *out] ([..., F] with ``swiglu``), added to each result.
         live: int []: the first rows that count; the results of the others may be undefined. None: all rows count.
@@ -381,6 +404,6 @@ def linear(
         [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
     """
     options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu}
-    options |= {"bias": bias, "gelu": gelu, "residual": residual, "live": live}
+    options |= {"biases": biases, "gelu": gelu, "residual": residual, "live": live}
     implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
     return implementation.call(backend, x, weights, contracted, **options)

@@ -122,10 +122,12 @@ def linear_cases():
         x, norm, weights = arguments.projections(Source(rows), rows, 192, ((6, 16), (48,)))
         yield (linear.DeferredNorm(x, norm, 1e-6, 1.0), weights), {"return_normed": True}
         yield (x, weights[1:]), {"residual": Source(9).normal(rows, 1, 48)}
+        biases = [Source(7).normal(6, 16), Source(8).normal(48)]
+        yield (linear.DeferredNorm(x, norm, 1e-6, 1.0), weights), {"return_normed": True, "biases": biases}
     x, _, weights = arguments.projections(Source(2), 2, 192, ((2, 48),))
     yield (x, weights), {"swiglu": True}
     x, norm, weights = arguments.projections(Source(3), 3, 192, ((6, 16),))
-    rest = {"bias": Source(4).normal(6, 16), "residual": Source(5).normal(3, 1, 6, 16)}
+    rest = {"biases": [Source(4).normal(6, 16)], "residual": Source(5).normal(3, 1, 6, 16)}
     yield (linear.DeferredNorm(x, norm, 1e-6), weights), {"gelu": True, **rest}
     yield (linear.DeferredNorm(x + 3, norm, 1e-6, bias=Source(6).normal(192)), weights), rest
 

@@ -1,6 +1,6 @@
 """Parameters of a module and their tensors on disk: a table of reversible entries, shared by all families."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,15 +8,54 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor on disk.
+    """A tensor on disk, or some rows of one.
 
     Attributes:
         name: Its name.
-        shape: Its shape on disk.
+        shape: Its shape on disk; of some rows, theirs.
+        first: The first of the rows.
+        rows: All rows of the tensor on disk; None: those of ``shape``.
     """
 
     name: str
     shape: tuple[int, ...]
+    first: int = 0
+    rows: int | None = None
+
+    @property
+    def disk_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor on disk, with all its rows."""
+        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """These rows of the tensor on disk, or of an array that has a row for each of its rows."""
+        return array if self.rows is None else array[self.first : self.first + self.shape[0]]
+
+
+def rows_of(name: str, counts: Sequence[int], columns: int) -> list[Tensor]:
+    """The tensor ``name`` [sum of ``counts``, columns] in parts of so many rows, one after another."""
+    starts = np.cumsum([0, *counts]).tolist()
+    return [Tensor(name, (count, columns), first, starts[-1]) for first, count in zip(starts, counts, strict=False)]
+
+
+def whole_tensors(parts: Iterable[tuple[Tensor, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Joins rows to tensors.
+
+    Args:
+        parts: Tensors or some rows of them, with their arrays.
+
+    Yields:
+        Name and array of each tensor on disk, as soon as all its rows are there.
+    """
+    waiting: dict[str, dict[int, tuple[int, np.ndarray]]] = {}
+    for tensor, array in parts:
+        if tensor.rows is not None:
+            found = waiting.setdefault(tensor.name, {})
+            found[tensor.first] = tensor.shape[0], array
+            if sum(rows for rows, _ in found.values()) < tensor.rows:
+                continue
+            array = np.concatenate([part for _, (_, part) in sorted(waiting.pop(tensor.name).items())])
+        yield tensor.name, array
 
 
 def _only(arrays: Sequence[np.ndarray]) -> np.ndarray:

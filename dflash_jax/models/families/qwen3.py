@@ -8,19 +8,22 @@ from dflash_jax.models.families.reading import Raw, read_attention, read_ffns, r
 from dflash_jax.models.families.tables import decoder_entries
 
 
-def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
+def read_classic(text: Raw, *, qk_norm: bool, qkv_bias: bool = False) -> ModelConfig:
     """Reads the config of a stack of attention layers.
 
     Args:
-        raw: The ``config.json``.
+        text: The ``config.json``.
         qk_norm: Whether queries and keys are normed.
+        qkv_bias: Whether the projections of queries, keys and values have biases.
+
+    Raises:
+        InputError: A value is invalid, or a key is not known.
     """
-    text = Raw(raw)
-    attention = read_attention(text, qk_norm=qk_norm)
+    attention = read_attention(text, qk_norm=qk_norm, qkv_bias=qkv_bias)
     ffns = read_ffns(text, shared=False, normalise=text.flag("norm_topk_prob"))
     read_kinds(text, ("full_attention",), ["full_attention"] * len(ffns))
     config = ModelConfig(
-        model_type=raw["model_type"],
+        model_type=text.model_type or "",
         vocab_size=text.need("vocab_size"),
         hidden_size=text.need("hidden_size"),
         layers=tuple(LayerSpec(attention, ffn) for ffn in ffns),
@@ -35,7 +38,7 @@ def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
 
 def read_config(raw: dict) -> ModelConfig:
     """Reads a target's ``config.json``."""
-    return read_classic(raw, qk_norm=True)
+    return read_classic(Raw(raw), qk_norm=True)
 
 
 def is_skipped(name: str) -> bool:

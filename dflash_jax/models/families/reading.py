@@ -328,19 +328,23 @@ def _llama3(scaling: Raw, raw: Raw) -> Llama3Spec:
     return Llama3Spec(factor, low, high, scaling.need(keys[3]))
 
 
-def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, partial: float = 1.0) -> AttentionSpec:
+def read_attention(
+    text: Raw, *, gated: bool = False, qk_norm: bool = True, qkv_bias: bool = False, partial: float = 1.0
+) -> AttentionSpec:
     """Reads the attention layers.
 
     Args:
         text: The config.
         gated: Whether the output is gated.
         qk_norm: Whether queries and keys are normed.
+        qkv_bias: Whether the projections of queries, keys and values have biases.
         partial: As in `read_rope`.
     """
     check_activation(text)
     refuse_window(text)
     text.allow("use_qk_norm", qk_norm)
     text.allow("attn_output_gate", gated)
+    text.allow("qkv_bias", qkv_bias)
     heads, kv_heads, head_dim = text.heads
     return AttentionSpec(
         num_heads=heads,
@@ -349,6 +353,7 @@ def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, part
         rope=read_rope(text, head_dim, partial),
         gated=gated,
         qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
     )
 
 

@@ -65,6 +65,12 @@ def attention_entries(path: str, name: str, spec: AttentionSpec, hidden: int) ->
         same(f"{path}v", (k, d, hidden), f"{name}v_proj.weight", (k * d, hidden)),
         same(f"{path}o", (hidden, n, d), f"{name}o_proj.weight", (hidden, n * d)),
     ]
+    if spec.qkv_bias:
+        entries += [
+            same(f"{path}q_bias", (n, parts, d), f"{name}q_proj.bias", (n * parts * d,)),
+            same(f"{path}k_bias", (k, d), f"{name}k_proj.bias", (k * d,)),
+            same(f"{path}v_bias", (k, d), f"{name}v_proj.bias", (k * d,)),
+        ]
     if spec.qk_norm:
         entries += [same(f"{path}{x}_norm.weight", (d,), f"{name}{x}_norm.weight") for x in "qk"]
     return entries
@@ -104,7 +110,12 @@ def has_fused_experts(names: Collection[str], layers: str) -> bool:
 
 
 def decoder_entries(
-    config: ModelConfig, names: Collection[str], delta: Callable[..., list[Entry]] | None = None, prefix: str = "model."
+    config: ModelConfig,
+    names: Collection[str],
+    delta: Callable[..., list[Entry]] | None = None,
+    prefix: str = "model.",
+    attention: Callable[..., list[Entry]] = attention_entries,
+    mlp: Callable[..., list[Entry]] = mlp_entries,
 ) -> list[Entry]:
     """The table of a target.
 
@@ -113,6 +124,8 @@ def decoder_entries(
         names: Tensors of the checkpoint, which tell whether experts are fused; none: fused.
         delta: ``delta(path, name, spec, hidden)`` returns the entries of a Gated DeltaNet mixer.
         prefix: Prefix of the decoder on disk.
+        attention: As `attention_entries`, for another layout on disk.
+        mlp: As `mlp_entries`, for another layout on disk.
     """
     # Only the decoder's layers count: an MTP head may be packed differently.
     fused = has_fused_experts(names, f"{prefix}layers.")
@@ -131,9 +144,9 @@ def decoder_entries(
             assert delta is not None
             entries += delta(f"{path}mixer.", f"{name}linear_attn.", spec.mixer, hidden)
         else:
-            entries += attention_entries(f"{path}mixer.", f"{name}self_attn.", spec.mixer, hidden)
+            entries += attention(f"{path}mixer.", f"{name}self_attn.", spec.mixer, hidden)
         if isinstance(spec.ffn, MlpSpec):
-            entries += mlp_entries(f"{path}ffn.", f"{name}mlp.", spec.ffn.intermediate_size, hidden)
+            entries += mlp(f"{path}ffn.", f"{name}mlp.", spec.ffn.intermediate_size, hidden)
         else:
             entries += moe_entries(f"{path}ffn.", f"{name}mlp.", spec.ffn, hidden, fused)
     return entries

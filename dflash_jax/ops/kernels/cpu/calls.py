@@ -65,7 +65,7 @@ def linear(
     *,
     return_normed: bool = False,
     swiglu: bool = False,
-    bias: Float[Array, " O"] | None = None,
+    biases: Sequence[Float[Array, " O"]] | None = None,
     gelu: bool = False,
     residual: Float[Array, "T O"] | None = None,
     live: Int[Array, ""] | None = None,
@@ -81,18 +81,17 @@ def linear(
         norm_bias: Bias of LayerNorm, [I], whose weight ``norm`` is; None: RMSNorm.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of the outputs, through silu, multiplies the second half.
-        bias: [O], added to the result of one weight, without ``swiglu``.
-        gelu: Whether GELU by tanh follows the bias.
+        biases: [O] for each weight, added to its result; without ``swiglu``.
+        gelu: Whether GELU by tanh follows the biases.
         residual: [T, O], added to each result.
         live: How many rows, from the first, are computed; None: all. The others are undefined.
 
     Returns:
         float32 [T, O] for each weight, then the normed x if ``return_normed``.
     """
-    if bias is not None and (swiglu or len(weights) > 1):
-        raise ValueError(
-            f"a bias for {len(weights)} weights{' with SwiGLU' if swiglu else ''}: it belongs to one weight"
-        )
+    if biases is not None and (swiglu or len(weights) != len(biases)):
+        how = "SwiGLU" if swiglu else f"{len(weights)} weights"
+        raise ValueError(f"{len(biases)} biases with {how}: each weight has one, and none with SwiGLU")
     none = jnp.zeros(0, jnp.float32)
     stacked = [w.index for w in weights if w.index is not None]
     if stacked and len(stacked) < len(weights):
@@ -106,7 +105,7 @@ def linear(
         x,
         none if norm is None else norm,
         none if norm_bias is None else norm_bias,
-        none if bias is None else bias,
+        none if biases is None else jnp.concatenate(biases),
         none if residual is None else residual,
         jnp.zeros(0, jnp.int32) if live is None else live.astype(jnp.int32)[None],
         jnp.stack(stacked).astype(jnp.int32) if stacked else jnp.zeros(0, jnp.int32),

@@ -1,5 +1,5 @@
 // Linear maps in float32, as an XLA FFI call: `linear` of calls.py. x [T, K], normed or not, times the transposes of
-// matrices [N, K] in panels, then SwiGLU, or a bias and GELU, and a residual.
+// matrices [N, K] in panels, then SwiGLU, or biases and GELU, and a residual.
 
 #include <algorithm>
 #include <cstdint>
@@ -26,6 +26,7 @@ struct Weight {
   float* out;
   int64_t first;  // panel
   bool gated;
+  int64_t column;  // of its first output among those of all weights
 
   // Panels of `outputs`: half of the weight's, where the first half is SwiGLU's gate.
   int64_t steps() const { return (outputs + kLanes - 1) / kLanes; }
@@ -83,9 +84,9 @@ using F32 = ffi::Buffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
 
 // x [T, K], normed first where `norm` [K] is not empty: by LayerNorm where `norm_bias` [K] is not. The results are each
-// weight's product, then the normed x if there is one more result. gated: SwiGLU of the one weight [2 F, K]. bias [N] of
-// the one weight, or empty; gelu: GELU behind it. residual [T, N], or empty: added to each. live: the first rows that
-// are computed, or empty: all. index: which weight of its stack each one is, or empty.
+// weight's product, then the normed x if there is one more result. gated: SwiGLU of the one weight [2 F, K]. bias: those
+// of all weights [sum of N], or empty; gelu: GELU after them. residual [T, N], or empty: added to each. live: the first
+// rows that are computed, or empty: all. index: which weight of its stack each one is, or empty.
 ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live, I32 index,
                 ffi::RemainingArgs weights, ffi::RemainingRets out, float eps, float offset, bool gated, bool gelu) {
   const int64_t all_rows = x.dimensions()[0], k_size = x.dimensions()[1];
@@ -126,17 +127,18 @@ ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live
     input = normed;
   }
   std::vector<Weight> all;
-  int64_t parts = 0, read = 0;
+  int64_t parts = 0, read = 0, all_outputs = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
     auto result = out.get<F32>(i).value();
-    all.push_back({weights.get<ffi::AnyBuffer>(i).value(), result->dimensions()[1], result->typed_data(), 0, gated});
+    const int64_t outputs = result->dimensions()[1];
+    all.push_back({weights.get<ffi::AnyBuffer>(i).value(), outputs, result->typed_data(), 0, gated, all_outputs});
     if (index.element_count() > 0) all[i].first = index.typed_data()[i] * all[i].all();
     if (all[i].first < 0 || all[i].first + all[i].all() > all[i].panels.dimensions()[0]) {
       return ffi::Error::InvalidArgument("more outputs than panels hold");
     }
-    parts += all[i].parts(), read += all[i].outputs * k_size;
+    parts += all[i].parts(), read += outputs * k_size, all_outputs += outputs;
   }
-  if (bias.element_count() > 0 && static_cast<int64_t>(bias.element_count()) != all[0].outputs) {
+  if (bias.element_count() > 0 && static_cast<int64_t>(bias.element_count()) != all_outputs) {
     return ffi::Error::InvalidArgument("a bias of another size than the outputs");
   }
   if (residual.element_count() > 0 && static_cast<int64_t>(residual.element_count()) != all_rows * all[0].outputs) {
@@ -177,7 +179,7 @@ ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live
     const int64_t column = first * kLanes;
     const float* const added = residuals ? residuals + begin * outputs + column : nullptr;
     for (int64_t t = 0; t < count; ++t) {
-      Finish(here + t * outputs, columns, biases ? biases + column : nullptr, gelu,
+      Finish(here + t * outputs, columns, biases ? biases + weight.column + column : nullptr, gelu,
              added ? added + t * outputs : nullptr);
     }
   };

@@ -67,8 +67,9 @@ def test_a_row_is_the_same_alone_and_among_others(short):
         ([(2, 1024)], 1, {"normed": True, "swiglu": True, "residual": True}),
         ([(900,), (2, 331)], 1, {"normed": True, "return_normed": True}),
         ([(2, 20)], 1, {"swiglu": True}),
-        ([(70,)], 1, {"bias": True}),
-        ([(130,)], 2, {"bias": True, "gelu": True, "residual": True}),
+        ([(70,)], 1, {"biases": True}),
+        ([(4, 2, 9), (50,), (2, 20)], 1, {"normed": True, "biases": True}),
+        ([(130,)], 2, {"biases": True, "gelu": True, "residual": True}),
     ],
 )
 def test_linear_in_cpp_equals_its_definition(shapes, contracted, options, short, rows):
@@ -81,13 +82,13 @@ def test_linear_in_cpp_equals_its_definition(shapes, contracted, options, short,
     x, weights = jnp.asarray(draw(rows, *inner)), [draw(*shape, *inner) for shape in shapes]
     residual = draw(rows, *shapes[0][options.get("swiglu", False) :]) if options.pop("residual", False) else None
     norm = draw(*inner) if options.pop("normed", False) else None
-    bias = draw(*shapes[0]) if options.pop("bias", False) else None
+    biases = [draw(*shape) for shape in shapes] if options.pop("biases", False) else None
 
-    def run(x, weights, norm, bias, residual):
+    def run(x, weights, norm, biases, residual):
         x = x if norm is None else DeferredNorm(x, norm, 1e-5, 1.0)
-        return linear(XLA, x, tuple(weights), contracted, bias=bias, residual=residual, **options)
+        return linear(XLA, x, tuple(weights), contracted, biases=biases, residual=residual, **options)
 
-    args = (weights, *rest) = jax.tree.map(jnp.asarray, (weights, norm, bias, residual))
+    args = (weights, *rest) = jax.tree.map(jnp.asarray, (weights, norm, biases, residual))
     got = jax.jit(run)(x, [jax.device_put(PackedWeight.of(w, contracted)) for w in weights], *rest)
     assert_as_near(got, run, x, *args)
 
@@ -123,7 +124,7 @@ def test_only_live_rows_are_computed_and_each_has_the_bits_of_fewer_rows():
     @partial(jax.jit, static_argnames="is_centred")
     def mapped(x, residual, live=None, is_centred=True):
         norms = norm, 1e-5, 0.5, norm_bias if is_centred else None
-        return cpu.linear(x, [panels], *norms, bias=bias, residual=residual, live=live)[0]
+        return cpu.linear(x, [panels], *norms, biases=[bias], residual=residual, live=live)[0]
 
     for is_centred in (True, False):
         whole = np.asarray(mapped(x, residual, is_centred=is_centred))
@@ -141,11 +142,12 @@ def test_only_live_rows_are_computed_and_each_has_the_bits_of_fewer_rows():
 
 
 @needs_kernel
-@pytest.mark.parametrize(("name", "shape"), [("bias", (1,)), ("bias", (41,)), ("residual", (1, 40))])
+@pytest.mark.parametrize(("name", "shape"), [("biases", (1,)), ("biases", (41,)), ("residual", (1, 40))])
 def test_a_bias_or_residual_of_another_size_is_refused(name, shape):
     weight = PackedWeight.of(np.ones((40, 8), np.float32), 1)
-    with pytest.raises(Exception, match=f"a {name} of another size"):
-        jax.block_until_ready(cpu.linear(jnp.ones((2, 8)), [weight], **{name: jnp.ones(shape)}))
+    given = jnp.ones(shape) if name == "residual" else [jnp.ones(shape)]
+    with pytest.raises(Exception, match=r"a (bias|residual) of another size"):
+        jax.block_until_ready(cpu.linear(jnp.ones((2, 8)), [weight], **{name: given}))
 
 
 @needs_kernel
