@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dflash_jax.models.decoder import Decoder as Decoder
     from dflash_jax.models.drafter import Drafter as Drafter
     from dflash_jax.models.drafting import DraftWindow as DraftWindow
+    from dflash_jax.models.families import register_family as register_family
     from dflash_jax.parallel.sharding import Layout as Layout
     from dflash_jax.sampling_params import SamplingParams as SamplingParams
 
@@ -38,6 +39,7 @@ _WHERE = {
     "Decoder": "models.decoder",
     "Drafter": "models.drafter",
     "DraftWindow": "models.drafting",
+    "register_family": "models.families",
     "load_target": "checkpoint.load",
     "load_drafter": "checkpoint.load",
     "SamplingState": "decoding.sampling_state",

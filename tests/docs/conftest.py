@@ -2,10 +2,17 @@
 
 import pytest
 
+from dflash_jax.models import families
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import Running, llm, started
 
 __all__ = ["llm", "server"]
+
+
+@pytest.fixture(autouse=True)
+def families_of_a_page_are_its_own(monkeypatch):
+    """What a page registers is not known to the next test."""
+    monkeypatch.setattr(families, "registered", {})
 
 
 @pytest.fixture(scope="session")

@@ -46,5 +46,16 @@ def test_every_module_that_a_page_names_exists(page):
         resolve(name)
 
 
+SHOWN = re.compile(r"^```\w+\n# ((?:examples|dflash_jax)/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_what_a_page_shows_of_a_file_is_in_the_file():
+    """A block whose first line names a file."""
+    shown = [each for page in PAGES for each in SHOWN.findall(page.read_text(encoding="utf-8"))]
+    assert {path.rpartition("/")[2] for path, _ in shown} >= {"qwen2.py", "phi3.py", "pyproject.toml", "llama.py"}
+    for path, code in shown:
+        assert code.strip() in (ROOT / path).read_text(encoding="utf-8"), path
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -31,7 +31,7 @@ from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from tests.engine.load import alone, engine_for, run_last, some_requests, under_load
-from tests.families import VOCAB, family_config
+from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
 from tests.mtp_context import assert_context, of_one_device, rows_with_context
 from tools.equality import Reference, check_same
@@ -256,6 +256,20 @@ def test_eight_bit_floats_generate_the_same_text_on_every_mesh(mesh, draft):
     (found,) = several.generate(["def f("], params)
     parting = divergence(several, found.prompt_ids, expected.token_ids, found.token_ids, params)
     assert parting is None or parting.is_tie
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_two_devices_divide_what_is_one_tensor_on_disk_and_biases(name, tmp_path):
+    save_example(name, tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with examples_registered():
+        one, two = (LLM(tmp_path, draft=None, mesh=mesh) for mesh in ("", "tensor=2"))
+        (expected,), (found,) = (llm.generate([[5, 9, 77]], params) for llm in (one, two))
+    parting = divergence(two, found.prompt_ids, expected.token_ids, found.token_ids, params)
+    assert parting is None or parting.is_tie
+    mixer = two.target.layers[0].mixer
+    for path in ("q", "k", "v", *(f"{x}_bias" for x in "qkv" if mixer.spec.qkv_bias)):
+        assert lies(getattr(mixer, path)[...], ("tensor0",)), path
 
 
 def test_more_devices_than_there_are():

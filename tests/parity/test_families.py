@@ -8,6 +8,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3Config,
@@ -21,6 +25,7 @@ from transformers import (
 from dflash_jax.checkpoint.load import load_target
 from dflash_jax.errors import InputError
 from dflash_jax.models.families import read_target
+from tests.families import examples_registered
 from tests.float64 import assert_near
 from tests.parity.oracle import PIECES, SLOTS, assert_same_parameters, oracle, randomise, run
 
@@ -77,6 +82,17 @@ FAMILIES = {
         ),
         1.0,
     ),
+    # Those of examples/families/.
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**CLASSIC, tie_word_embeddings=True), 0.0),
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **CLASSIC,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.7},
+            pad_token_id=None,
+        ),
+        0.0,
+    ),
 }
 # Those above, and classes with their defaults.
 CONFIGS = {name: config for name, (_, config, _) in FAMILIES.items()}
@@ -84,6 +100,12 @@ CONFIGS |= {
     "qwen3_5": Qwen3_5Config(vision_config={"out_hidden_size": 4096}),
     "qwen3_5_moe": Qwen3_5MoeConfig(vision_config={"out_hidden_size": 2048}),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outside():
+    with examples_registered():
+        yield
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -149,6 +171,11 @@ def test_a_tied_head_on_disk_is_left_alone(tmp_path):
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
         ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok"),
         ("qwen3_next", {"linear_num_key_heads": None}, "linear_num_key_heads"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+        ("qwen2", {"qkv_bias": False}, "qkv_bias is False: .*only True"),
+        ("phi3", {"sliding_window": 511}, "sliding_window is 511"),
+        ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type 'su'"),
+        ("phi3", {"attention_bias": True}, "attention_bias"),
     ],
 )
 def test_config_asks_for_what_is_not_known(name, changes, named, tmp_path):
@@ -157,6 +184,11 @@ def test_config_asks_for_what_is_not_known(name, changes, named, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
     with pytest.raises(InputError, match=named):
         load_target(tmp_path)
+
+
+def test_a_window_of_the_whole_context_is_none():
+    raw = FAMILIES["phi3"][1].to_dict()
+    assert read_target(raw | {"sliding_window": 512}) == read_target(raw)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
