@@ -289,18 +289,13 @@ def _supports_triton(
     weights: Sequence[Weight],
     contracted: int = 1,
     *,
-    swiglu: bool = False,
-    biases: Sequence[Array] | None = None,
     gelu: bool = False,
-    residual: Array | None = None,
     **options: Any,
 ) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
     if gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
         return "the kernel computes no GELU or LayerNorm"
-    if biases is not None and (swiglu or residual is not None):
-        return "biases follow the kernel, and SwiGLU and a residual follow biases"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     return triton_linear.why_not(*_matrix_shape(x, contracted), weights, backend.triton_card)
@@ -324,7 +319,7 @@ def _triton(
 
     rows, inner = _matrix_shape(x, contracted)
     x, norm, eps, offset = (x.x, x.weight, x.eps, x.offset) if isinstance(x, DeferredNorm) else (x, None, 0.0, 0.0)
-    # Biases follow the kernel, which then does not round.
+    # XLA adds biases to the kernel's results, which then are not rounded.
     of_kernel = dtype if biases is None else jnp.float32
 
     def plain(
@@ -402,7 +397,13 @@ def linear(
 
     Returns:
         [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
+
+    Raises:
+        ValueError: There are biases with ``swiglu``, or not one for each weight.
     """
+    if biases is not None and (swiglu or len(biases) != len(weights)):
+        how = "SwiGLU" if swiglu else f"{len(weights)} weights"
+        raise ValueError(f"{len(biases)} biases with {how}: each weight has one, and none with SwiGLU")
     options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu}
     options |= {"biases": biases, "gelu": gelu, "residual": residual, "live": live}
     implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)

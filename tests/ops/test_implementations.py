@@ -124,6 +124,7 @@ def linear_cases():
         yield (x, weights[1:]), {"residual": Source(9).normal(rows, 1, 48)}
         biases = [Source(7).normal(6, 16), Source(8).normal(48)]
         yield (linear.DeferredNorm(x, norm, 1e-6, 1.0), weights), {"return_normed": True, "biases": biases}
+    yield (x, weights[1:]), {"residual": Source(9).normal(rows, 1, 48), "biases": biases[1:]}
     x, _, weights = arguments.projections(Source(2), 2, 192, ((2, 48),))
     yield (x, weights), {"swiglu": True}
     x, norm, weights = arguments.projections(Source(3), 3, 192, ((6, 16),))
@@ -273,6 +274,13 @@ def test_arguments_of_other_shapes_are_refused():
 def leaves(tree):
     """Arrays of numbers: a state's rows are indices."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def test_biases_are_one_for_each_weight_and_none_with_swiglu():
+    x, _, weights = arguments.projections(Source(0), 2, 192, ((2, 48), (7,)))
+    for given, options, named in ((weights, {}, "2 weights"), (weights[:1], {"swiglu": True}, "SwiGLU")):
+        with pytest.raises(ValueError, match=f"1 biases with {named}"):
+            linear.linear(XLA, x, given, biases=[jnp.zeros((2, 48))], **options)
 
 
 def test_the_first_that_supports_is_taken_and_reasons_are_told():

@@ -89,9 +89,6 @@ def linear(
     Returns:
         float32 [T, O] for each weight, then the normed x if ``return_normed``.
     """
-    if biases is not None and (swiglu or len(weights) != len(biases)):
-        how = "SwiGLU" if swiglu else f"{len(weights)} weights"
-        raise ValueError(f"{len(biases)} biases with {how}: each weight has one, and none with SwiGLU")
     none = jnp.zeros(0, jnp.float32)
     stacked = [w.index for w in weights if w.index is not None]
     if stacked and len(stacked) < len(weights):
