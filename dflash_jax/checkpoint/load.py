@@ -71,8 +71,13 @@ def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = N
         dtype: The parameters' dtype; None keeps each tensor's.
         layout: The mesh on which the parameters are placed.
         quantize: As in `load_target`.
+
+    Raises:
+        InputError: The table of weight names lacks a parameter.
     """
     by_path, mesh = {e.path: e for e in source.entries}, layout.mesh()
+    if missing := [path for path in parameter_paths(module) if path not in by_path]:
+        raise InputError(f"the table of weight names lacks {len(missing)} parameters of the model, first {missing[0]}")
     leaves, structure = jax.tree.flatten(module)
     arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax import InputError, register_family
+from dflash_jax.checkpoint.load import load_target
 from dflash_jax.models import families
-from tests.families import EXAMPLES, OUTSIDE, example_family
+from tests.families import EXAMPLES, OUTSIDE, example_family, save_example
 
 RAW = {"model_type": "mine"}
 MINE = SimpleNamespace(read_config=lambda raw: raw, weight_names=lambda config, names=(): [], is_skipped=bool)
@@ -61,6 +62,19 @@ def test_a_family_without_a_function_is_refused(name):
     with pytest.raises(InputError, match="model_type is 3: it must be a string"):
         register_family(3, MINE)
     assert not families.registered
+
+
+def test_a_table_without_a_parameter_is_refused(tmp_path):
+    save_example("qwen2", tmp_path)
+    qwen2 = example_family("qwen2")
+
+    def weight_names(config, names=()):
+        return [entry for entry in qwen2.weight_names(config, names) if not entry.path.endswith("k_bias")]
+
+    functions = {"read_config": qwen2.read_config, "is_skipped": lambda name: name.endswith("k_proj.bias")}
+    register_family("qwen2", SimpleNamespace(weight_names=weight_names, **functions))
+    with pytest.raises(InputError, match=r"lacks 3 parameters of the model, first layers.0.mixer.k_bias"):
+        load_target(tmp_path)
 
 
 def test_an_installed_family_is_imported_when_its_type_is_asked_for(tmp_path, monkeypatch):
