@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.decoding.prefill import MediaChunk
-
 
 @dataclass(frozen=True, eq=False)
 class MediaSpan:
@@ -54,17 +52,14 @@ class PromptMedia:
         """The position behind the last span: from there on, prefill is that of text."""
         return self.spans[-1].end
 
-    def chunk(self, start: int, size: int, hidden: int, dtype: np.dtype) -> MediaChunk:
-        """What prefill takes for one sequence of a chunk.
+    def chunk(self, start: int, size: int, hidden: int, dtype: np.dtype) -> tuple[Any, Any, Any]:
+        """The fields of a `MediaChunk` of one sequence, which prefill takes.
 
         Args:
             start: Position of the chunk's first token.
             size: Tokens of the program.
             hidden: H.
             dtype: The target's dtype.
-
-        Returns:
-            `MediaChunk` of one sequence.
         """
         embeddings, is_media, positions = empty_chunk(size, hidden, dtype)
         for span in self.spans:
@@ -76,7 +71,7 @@ class PromptMedia:
         positions += start + self.rope_delta
         known = self.positions[:, start : start + size]
         positions[0, :, : known.shape[1]] = known
-        return MediaChunk(embeddings, is_media, positions)
+        return embeddings, is_media, positions
 
 
 def empty_chunk(size: int, hidden: int, dtype: np.dtype) -> tuple[Any, Any, Any]:

@@ -282,7 +282,7 @@ class Prefiller:
         if not prefill.has_media:
             return None
         assert prefill.request.media is not None
-        return prefill.request.media.chunk(prefill.request.prefilled, size, *self.runner.embedding)
+        return MediaChunk(*prefill.request.media.chunk(prefill.request.prefilled, size, *self.runner.embedding))
 
     def _batch(self, first: _Prefill, others: Sequence[_Prefill], size: int, limit: int) -> list[_Prefill]:
         """``first`` and those of ``others`` that run with it, ``limit`` in all at most.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import EngineConfig, Speculation
 from dflash_jax.engine.engine import Engine
@@ -181,7 +182,7 @@ def test_the_context_of_a_prompt_with_images_is_that_of_one_pass(kind, pair):
     length = len(prompt) - 1
     for start in range(0, length, 8):
         n = min(8, length - start)
-        runner.prefill([0], [n], 8, 1, True, media.chunk(start, 8, *runner.embedding))
+        runner.prefill([0], [n], 8, 1, True, MediaChunk(*media.chunk(start, 8, *runner.embedding)))
     x = np.asarray(pair.target.embed)[prompt]
     for span in media.spans:
         x[span.start : span.end] = span.rows()

@@ -145,7 +145,7 @@ def test_features_of_training_are_those_of_decoding(llm, data, rows, config):
             media = talks[tuple(document.tokens.tolist())]
             if media is None:
                 continue
-            chunk = media.chunk(0, end - start, llm.config.hidden_size, np.float32)
+            chunk = MediaChunk(*media.chunk(0, end - start, llm.config.hidden_size, np.float32))
             right = in_both_of(decoded, plain, document.tokens[None], chunk).value
             # A row or a position that is wrong moves features by more than 0.1, rounding by up to 1e-4 at one place.
             np.testing.assert_allclose(found[0, start:end], right, rtol=0, atol=1e-3)
