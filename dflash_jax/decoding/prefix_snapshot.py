@@ -151,7 +151,7 @@ def restore(
 
 
 def _without_slots(spec: Any, *first: None) -> PartitionSpec:
-    """The PartitionSpec of one slot of an array, behind other dimensions."""
+    """The PartitionSpec of one slot of an array, after other dimensions."""
     return PartitionSpec(*first, *spec[1:])
 
 

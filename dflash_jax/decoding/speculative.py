@@ -374,7 +374,7 @@ def decode(
             if size == 1:
                 buffer = jax.lax.dynamic_update_slice_in_dim(buffer, waiting.astype(buffer.dtype), i, axis=1)
             else:
-                # Those of rejected drafts are overwritten, or behind the last token.
+                # Those of rejected drafts are overwritten, or after the last token.
                 steps = (state.num_cached - before.num_cached)[:, None] + jnp.arange(size)[None]
                 rows = jnp.arange(batch)[:, None]
                 buffer = buffer.at[rows, steps].set(waiting.astype(buffer.dtype), mode="drop")

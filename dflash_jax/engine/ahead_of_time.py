@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.engine.executables import Executables, put
-from dflash_jax.engine.step_calls import REPLICATED, StepCalls
+from dflash_jax.engine.steps import REPLICATED, Programs, Step
 
 # Niceness of threads that compile while requests are served.
 NICENESS = 10
@@ -25,10 +24,10 @@ def yield_processors() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-class AheadOfTime(StepCalls):
+class AheadOfTime(Programs):
     """Compiles what calls need, and computes nothing.
 
-    A context manager. A call traces its function, submits the compilation to a thread, and returns shapes
+    A context manager. A call traces its step, submits the compilation to a thread, and returns shapes
     (`jax.ShapeDtypeStruct`) in place of arrays; the state comes back as it was given, of arrays or of shapes. The
     executables get each program when it is compiled, and have all of them when the block ends. What they have already
     is not traced again: a second engine of the same shapes is warm at once.
@@ -66,21 +65,19 @@ class AheadOfTime(StepCalls):
         self._executables.compiled[key], seconds = self._executables.compile(lowered)
         return seconds
 
-    def call(
-        self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
-    ) -> Any:
-        """See `StepCalls`; the result has shapes in place of arrays."""
-        key, args = self._executables.prepared(key, state, args, specs)
+    def run(self, step: Step, state: DecodeState, *args: Any, **static: Any) -> Any:
+        """See `Programs`; the result has shapes in place of arrays."""
+        key, args = self._executables.prepared(step, state, args, static)
         if key not in self._results:
-            in_specs, out_specs = specs()
             if (program := self._executables.compiled.get(key)) is None:
-                program = self._executables.lower(function, state, args, in_specs, out_specs, donate)
+                program = self._executables.lower(step, state, *args, **static)
                 self.pending[key] = self._threads.submit(self._compile, key, program)
-            shapes = program.out_info
-            specs_of_all = jax.tree.broadcast((REPLICATED, out_specs) if donate else out_specs, shapes)
-            self._results[key] = jax.tree.map(put, shapes, self._executables.shardings(specs_of_all))
+            specs = self.specs(step, state, static)[1]
+            shapes, specs = program.out_info, (REPLICATED, specs) if step.changes else specs
+            shardings = self._executables.shardings(jax.tree.broadcast(specs, shapes))
+            self._results[key] = jax.tree.map(put, shapes, shardings)
         result = self._results[key]
-        return (state, result[1]) if donate else result
+        return (state, result[1]) if step.changes else result
 
     def empty(self, slots: int, capacity: int, settings: Settings, pages: tuple[int, int] | None = None) -> DecodeState:
         """The shapes of an empty state."""

@@ -44,8 +44,8 @@ class Speculation(NamedTuple):
 
 # Plain decoding that does not update the drafters' contexts.
 NO_DRAFTER = Speculation(1, None)
-# What known tokens are fed with again.
-REPLAY = Speculation(1)
+# What known tokens are computed again with.
+RECOMPUTE = Speculation(1)
 
 
 def speculations_of(*block_sizes: Sequence[int]) -> tuple[Speculation, ...]:

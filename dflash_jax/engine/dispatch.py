@@ -9,9 +9,9 @@ import numpy as np
 
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import Settings
-from dflash_jax.decoding.step_functions import REPORT_SIZE
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.steps import REPORT_SIZE
 
 
 def round_settings(settings: Settings, speculation: Speculation) -> Settings:

@@ -12,14 +12,13 @@ from math import isnan
 from dflash_jax.engine.config import EngineConfig, copied_pages
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
 from dflash_jax.engine.draft_length import DraftLengthPolicy
-from dflash_jax.engine.limits import RequestLimits
 from dflash_jax.engine.masking import WAIT_S as MASK_WAIT_S
 from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.pages import OnHost, Pages
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.prefix_cache import PrefixCache
-from dflash_jax.engine.request import NO_SLOT, Event, Request, Times
+from dflash_jax.engine.request import NO_SLOT, Event, Request, RequestLimits, Times
 from dflash_jax.engine.results import Results, as_failure, reason, take_scores
 from dflash_jax.engine.scheduler import DecodeScheduler
 from dflash_jax.engine.statistics import Statistics
@@ -163,7 +162,7 @@ class Engine:
             raise QueueFullError(f"{waiting} requests are waiting: {self.config.max_queue} may")
 
     def submit(self, request: Request) -> None:
-        """Queues a request. One that has tokens already goes on behind them.
+        """Queues a request. One that has tokens already goes on after them.
 
         Raises:
             InputError: The request can never run.
@@ -274,7 +273,7 @@ class Engine:
         return True
 
     def _make_room(self, slot: int, kinds: Sequence[int]) -> bool:
-        """Takes pages of one of ``kinds`` from prefixes, or else from the last request behind the one in a slot.
+        """Takes pages of one of ``kinds`` from prefixes, or else from the last request after the one in a slot.
 
         Returns:
             False where there are none.
@@ -283,13 +282,13 @@ class Engine:
         if self.prefix_cache.tiers.give_up_pages(shard, kinds):
             return True
         request = self._by_slot[slot]
-        behind = [r for r in self._in_shard(shard) if r.rank > request.rank]
-        victims = [r for r in behind if r.is_resident and any(self.pages.counts(r.slot)[kind] for kind in kinds)]
+        later = [r for r in self._in_shard(shard) if r.rank > request.rank]
+        victims = [r for r in later if r.is_resident and any(self.pages.counts(r.slot)[kind] for kind in kinds)]
         if victims:
             self._swap_out(max(victims, key=lambda r: r.rank))
             return True
         # Then prefixes that it, or one that is swapped out, would have continued.
-        has_stopped = [self._prefiller.stop_caching(r) for r in (request, *behind)]
+        has_stopped = [self._prefiller.stop_caching(r) for r in (request, *later)]
         return any(has_stopped)
 
     def _in_shard(self, shard: int) -> list[Request]:
@@ -319,7 +318,7 @@ class Engine:
         return limit is None or taken <= limit
 
     def _requeue(self) -> None:
-        """Queues requests whose pages are given up. They go on behind their tokens, as if submitted with them."""
+        """Queues requests whose pages are given up. They go on after their tokens, as if submitted with them."""
         if not any(request.must_recompute for request in self._by_slot.values()):
             return
         # Chunks in flight may bring log-probabilities of a prompt that is scored anew.
@@ -343,7 +342,7 @@ class Engine:
             for other in ahead:
                 if other.is_resident:
                     taken = added(taken, added(self.pages.counts(other.slot), self._lacking(other)))
-            # With room to go on, so that it does not leave at once. Those behind it leave where they must.
+            # With room to go on, so that it does not leave at once. Those after it leave where they must.
             needs = zip(self._need(request), copy.counts, taken, self.pages.pools, strict=True)
             if all(max(n, has) + others <= pool.count for n, has, others, pool in needs if max(n, has)):
                 is_back = self.pages.swap_in(request.slot, copy)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxlib.version import __version_info__ as JAXLIB
 
 from dflash_jax import progress
-from dflash_jax.decoding import step_functions
 from dflash_jax.decoding.state import DecodeState, Settings, empty_state, num_pages
-from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
+from dflash_jax.engine import steps
+from dflash_jax.engine.steps import BATCH, REPLICATED, Programs, Step
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import Drafting
 from dflash_jax.parallel.sharding import parameter_specs, place
@@ -37,8 +37,8 @@ def put(x, sharding):
     return jax.device_put(x, sharding)
 
 
-class Executables(StepCalls):
-    """Compiles and runs the step functions on one pair of models, over their mesh.
+class Executables(Programs):
+    """Compiles and runs the steps of one pair of models, over their mesh.
 
     The modules are flattened once, here: passing them through ``jax.jit`` would walk over every parameter at each call.
 
@@ -93,63 +93,43 @@ class Executables(StepCalls):
         options = self.compiler_options or (GPU_OPTIONS if self._on_gpu() else None)
         return lowered.compile(compiler_options=options), time.perf_counter() - began
 
-    def lower(self, function: Callable, state: DecodeState, args: tuple, specs: tuple, out, donate: bool = True):
-        """Traces a step function.
-
-        Args:
-            function: As `call` takes it.
-            state: Arrays or shapes.
-            args: Arrays or shapes.
-            specs: PartitionSpecs of ``args``.
-            out: PartitionSpecs of the result.
-            donate: Whether the state is donated.
-
-        Returns:
-            A ``jax.stages.Lowered``.
-        """
+    def lower(self, step: Step, state: DecodeState, *args: Any, **static: Any):
+        """Traces a step; arguments as in `run`, arrays or shapes. Returns a ``jax.stages.Lowered``."""
 
         def run(leaves, state, *args):
-            return function(*jax.tree.unflatten(self._structure, leaves), state, *args)
+            return step.function(*jax.tree.unflatten(self._structure, leaves), state, *args, **static)
 
-        state_specs = self.state_specs(state)
+        state_specs, (in_specs, out_specs) = self.state_specs(state), self.specs(step, state, static)
         mapped = jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(self._specs, state_specs, *specs),
-            out_specs=(state_specs, out) if donate else out,
+            in_specs=(self._specs, state_specs, *in_specs),
+            out_specs=(state_specs, out_specs) if step.changes else out_specs,
             check_vma=False,
         )
         # Accelerators would multiply float32 in fewer bits by default.
         with jax.default_matmul_precision("highest" if self.pair[0].dtype == jnp.float32 else "default"):
-            return jax.jit(mapped, donate_argnums=1 if donate else ()).lower(self.weights, state, *args)
+            return jax.jit(mapped, donate_argnums=1 if step.changes else ()).lower(self.weights, state, *args)
 
-    def prepared(self, key: tuple, state: DecodeState, args: tuple, specs: Callable) -> tuple[tuple, tuple]:
-        """(key, args) as programs are looked up and called, from those of `call`.
+    def prepared(self, step: Step, state: DecodeState, args: tuple, static: dict[str, Any]) -> tuple[tuple, tuple]:
+        """(key, args) as a step's program is looked up and called.
 
         The state of an engine has one shape for life: its slots, capacity and pages identify its programs, with what
         its structure says (windows of caches, whether log-probabilities are recorded).
         """
         shapes = tuple(x.shape for x in jax.tree.leaves(args))
-        key = (*key, state.tokens.shape, num_pages(state), jax.tree.structure(state), shapes)
+        key = (step.name, *static.values(), state.tokens.shape, num_pages(state), jax.tree.structure(state), shapes)
         if jax.process_count() > 1:
-            args = jax.tree.map(self._place, args, specs()[0], is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
+            args = jax.tree.map(self._place, args, jax.tree.broadcast(self.specs(step, state, static)[0], args))
         return key, args
 
-    def call(
-        self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
-    ) -> Any:
-        """See `StepCalls`."""
-        key, args = self.prepared(key, state, args, specs)
-
-        def lower():
-            in_specs, out_specs = specs()
-            return self.lower(function, state, args, in_specs, out_specs, donate)
-
-        program = self._compiled(key, lower)
-        return program(self.weights, state, *args)
+    def run(self, step: Step, state: DecodeState, *args: Any, **static: Any) -> Any:
+        """See `Programs`."""
+        key, args = self.prepared(step, state, args, static)
+        return self._compiled(key, lambda: self.lower(step, state, *args, **static))(self.weights, state, *args)
 
     def read(self, x) -> np.ndarray:
-        """See `StepCalls`."""
+        """See `Programs`."""
         return np.asarray(x)
 
     def _place(self, x, spec):
@@ -168,18 +148,17 @@ class Executables(StepCalls):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
     def lower_prefill(self, state: DecodeState, batch: int, size: int):
-        """`prefill` of ``batch`` slots of an abstract state: a ``jax.stages.Lowered``."""
-        args = (self._abstract(batch), self._abstract(batch))
-        return self.lower(partial(step_functions.prefill, size=size), state, args, (BATCH, BATCH), REPLICATED)
+        """`steps.prefill` of ``batch`` slots of an abstract state: a ``jax.stages.Lowered``."""
+        slots = self._abstract(batch)
+        return self.lower(steps.prefill, state, slots, slots, None, size=size, drafting=True)
 
     def lower_decode(self, state: DecodeState, batch: int, settings: Settings):
-        """`decode` of ``batch`` slots of an abstract state: a ``jax.stages.Lowered``."""
-        args = (self._abstract(batch), self._abstract(batch), self._abstract())
-        specs = (BATCH, BATCH, REPLICATED)
-        return self.lower(partial(step_functions.decode, settings=settings), state, args, specs, REPLICATED)
+        """`steps.decode` of ``batch`` slots of an abstract state: a ``jax.stages.Lowered``."""
+        slots = self._abstract(batch)
+        return self.lower(steps.decode, state, slots, slots, self._abstract(), settings=settings)
 
     def empty(self, slots: int, capacity: int, settings: Settings, pages: tuple[int, int] | None = None) -> DecodeState:
-        """See `StepCalls`."""
+        """See `Programs`."""
         make = partial(empty_state, *self.pair, slots, capacity, settings, pages)
         shardings = self.shardings(self.state_specs(jax.eval_shape(make)))
         key = ("empty", slots, capacity, settings, pages)

@@ -25,7 +25,7 @@ class _Pending:
     """The masks that a request waits for.
 
     Attributes:
-        drafts: The drafts behind which they were asked for.
+        drafts: The drafts after which they were asked for.
         masks: The answer, None until it is ready.
     """
 
@@ -95,7 +95,7 @@ class Masking:
         return True
 
     def _first_draft(self, request: Request, block_size: int) -> int:
-        """The place in a request's block behind the last known token."""
+        """The place in a request's block after the last known token."""
         return len(request.tokens) % block_size + 1 if self._aligned else 1
 
 

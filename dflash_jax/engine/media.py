@@ -28,7 +28,7 @@ class MediaSpan:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + self.length
 
 
@@ -40,7 +40,7 @@ class PromptMedia:
         spans: Where they are, ascending; at least one.
         positions: Rotary positions of the prompt's tokens (time, height, width), int32 [3, N] of the first N tokens,
             where N reaches at least the end of the last span.
-        rope_delta: Rotary position minus position in the prompt of the tokens behind the last span.
+        rope_delta: Rotary position minus position in the prompt of the tokens after the last span.
     """
 
     spans: tuple[MediaSpan, ...]
@@ -49,7 +49,7 @@ class PromptMedia:
 
     @property
     def end(self) -> int:
-        """The position behind the last span: from there on, prefill is that of text."""
+        """The position after the last span: from there on, prefill is that of text."""
         return self.spans[-1].end
 
     def chunk(self, start: int, size: int, hidden: int, dtype: np.dtype) -> tuple[Any, Any, Any]:
@@ -67,7 +67,7 @@ class PromptMedia:
             if first < last:
                 embeddings[0, first - start : last - start] = span.rows()[first - span.start : last - span.start]
                 is_media[0, first - start : last - start] = True
-        # The tokens behind the last span follow it in all three rows.
+        # The tokens after the last span follow it in all three rows.
         positions += start + self.rope_delta
         known = self.positions[:, start : start + size]
         positions[0, :, : known.shape[1]] = known

@@ -1,24 +1,34 @@
-"""The device memory that an engine needs, before it is allocated."""
+"""The device memory that an engine needs, before it is allocated, and the memory of the host."""
 
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from dflash_jax.decoding.speculative import deferred_features
 from dflash_jax.decoding.state import Settings, is_kv_cache
-from dflash_jax.decoding.step_functions import REPORT_SIZE
 from dflash_jax.engine.config import COPIED_PAGES, IN_FLIGHT, PREFILL_BYTES, EngineConfig
 from dflash_jax.engine.dispatch import round_settings
 from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.steps import REPORT_SIZE
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafting import proposing
 from dflash_jax.ops.cache import page_size, pages_of, window_pages
 
 # Bytes of a device that pages of prefixes may take at least: an engine of few slots is small, but not its prefixes.
 LEAST_PREFIX_BYTES = 2**26
+# JAX's name of the host's memory that devices read and write without a detour.
+PINNED = "pinned_host"
+# The most of it that XLA allocates on a GPU, GiB; a limit, not a reservation.
+LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# Where cgroups have the memory of this process: (limit, usage), of version 2 and 1.
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,35 @@ def device_memory() -> int:
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+
+
+def has_pinned_memory() -> bool:
+    """Whether the devices have pinned host memory beside a memory of their own."""
+    device = jax.local_devices()[0]
+    return device.platform != "cpu" and any(m.kind == PINNED for m in device.addressable_memories())
+
+
+def free_memory() -> int:
+    """Bytes of this host's memory that are free, within the limit of its container."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    for limit, usage in CGROUPS:
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+        except (OSError, ValueError):
+            # No such file, or no limit: "max".
+            continue
+    return max(free, 0)
+
+
+def allow_pinned_memory() -> None:
+    """Lets XLA pin all of the host's memory on a GPU. Only has an effect before JAX starts its first device."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    os.environ.setdefault(LIMIT_VARIABLE, str(max(64, size // 2**30)))
 
 
 def on_device(tree) -> int:

@@ -1,8 +1,10 @@
 """The engine's decisions as calls of compiled programs on one decoding state."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,15 +13,16 @@ from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
-from dflash_jax.decoding.step_functions import Report
-from dflash_jax.engine.config import COPIED_PAGES, REPLAY, Speculation
+from dflash_jax.engine import steps
+from dflash_jax.engine.config import COPIED_PAGES, RECOMPUTE, Speculation
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks, round_settings
-from dflash_jax.engine.host_copies import HostCopies
-from dflash_jax.engine.memory import on_device
+from dflash_jax.engine.memory import LIMIT_VARIABLE, PINNED, on_device
 from dflash_jax.engine.request import Request
-from dflash_jax.engine.step_calls import StepCalls
+from dflash_jax.engine.steps import Programs, Report, Step
 from dflash_jax.errors import EngineError
 from dflash_jax.ops.cache import KVCache, page_size
+
+log = logging.getLogger("dflash_jax")
 
 # Batch sizes of a data shard that programs are compiled for.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -31,7 +34,7 @@ class ModelRunner:
     Slots are numbered through the mesh's data shards.
 
     Args:
-        programs: The step functions.
+        programs: Run the steps.
         slots: Slots, a multiple of the data shards.
         capacity: Positions of each slot.
         settings: What all programs share, but for ``block_size``, which each dispatch sets.
@@ -41,7 +44,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        programs: StepCalls,
+        programs: Programs,
         slots: int,
         capacity: int,
         settings: Settings,
@@ -59,7 +62,7 @@ class ModelRunner:
         self._state: DecodeState | None = None
         self._clear()
 
-    def on(self, programs: StepCalls) -> "ModelRunner":
+    def on(self, programs: Programs) -> "ModelRunner":
         """A runner of the same slots, capacity and settings with a state of its own."""
         return ModelRunner(programs, self.slots, self.capacity, self.settings, self._pages)
 
@@ -82,6 +85,11 @@ class ModelRunner:
     @state.setter
     def state(self, state: DecodeState) -> None:
         self._state = state
+
+    def _change(self, step: Step, *args: Any, **static: Any) -> Any:
+        """Runs a step that changes the state: its result."""
+        self.state, result = self.programs.run(step, self.state, *args, **static)
+        return result
 
     @property
     def embedding(self) -> tuple[int, np.dtype]:
@@ -254,7 +262,7 @@ class ModelRunner:
 
     def admit_packed(self, slot: int, admission: Admission) -> None:
         """Puts a packed prompt into a slot."""
-        self.state = self.programs.admit(self.state, self._only(slot), admission)
+        self._change(steps.admit, self._only(slot), admission)
 
     def prefill(
         self,
@@ -280,27 +288,28 @@ class ModelRunner:
         """
         indices, n, places = self._placed(slots, batch, tokens)
         media = None if media is None else self._placed_media(media, places[0])
-        self.state, ticket = self.programs.prefill(self.state, indices, n, size, drafting, media)
-        return ticket
+        # Without a drafter both values are one program.
+        drafting = drafting and self.programs.pair[1] is not None
+        return self._change(steps.prefill, indices, n, media, size=size, drafting=drafting)
 
-    def replay(self, slot: int, blocks: int):
+    def recompute(self, slot: int, blocks: int):
         """Feeds known tokens in aligned blocks, as decoding has fed them: a ticket for `wait`.
 
         The same program computes the same bits. A prefill would not.
 
         Args:
-            slot: The slot. Behind its cached tokens, it knows the tokens of the blocks and one more.
+            slot: The slot. After its cached tokens, it knows the tokens of the blocks and one more.
             blocks: Their number.
         """
         indices, block_sizes, _ = self._placed([slot], 1, [1], 1)
-        self.state, report = self.programs.decode(self.state, indices, block_sizes, blocks, self._settings(REPLAY))
-        return report
+        settings = self._settings(RECOMPUTE)
+        return self._change(steps.decode, indices, block_sizes, np.int32(blocks), settings=settings)
 
     def score(self, slot: int, tokens: int, size: int, media: MediaChunk | None = None):
         """Runs a chunk of a prompt, with the log-probabilities of its tokens: a ticket for `read_scores`."""
         indices, n, places = self._placed([slot], 1, [tokens])
         media = None if media is None else self._placed_media(media, places[0])
-        self.state, record = self.programs.score(self.state, indices, n, size, self.settings.top_logprobs, media)
+        record = self._change(steps.score, indices, n, media, size=size, top=self.settings.top_logprobs)
         return record, places[0], tokens
 
     def _placed_media(self, media: MediaChunk, place: int) -> MediaChunk:
@@ -324,11 +333,15 @@ class ModelRunner:
 
     def decode(self, dispatch: Dispatch):
         """Starts a dispatch: a ticket for `read`."""
-        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
+        indices, block_sizes, places = self._batch(dispatch)
         settings = self._settings(dispatch.speculation)
         self._used.add((dispatch.batch_size, dispatch.speculation))
-        self.state, report = self.programs.decode(self.state, indices, block_sizes, dispatch.rounds, settings)
+        report = self._change(steps.decode, indices, block_sizes, np.int32(dispatch.rounds), settings=settings)
         return report, places
+
+    def _batch(self, dispatch: Dispatch):
+        """`_placed` of a dispatch."""
+        return self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
 
     def _settings(self, speculation: Speculation) -> Settings:
         return round_settings(self.settings, speculation)
@@ -341,16 +354,17 @@ class ModelRunner:
         return self.finish(dispatch, blocks, allowed, is_late, verified)
 
     def propose(self, dispatch: Dispatch) -> np.ndarray:
-        """First part of a round with masks: int32 [slots, block], the last known token and the drafts behind it."""
-        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
+        """First part of a round with masks: int32 [slots, block], the last known token and the drafts after it."""
+        indices, block_sizes, places = self._batch(dispatch)
         settings = self._settings(dispatch.speculation)
-        return self.programs.read(self.programs.propose(self.state, indices, block_sizes, settings))[places]
+        block = self.programs.run(steps.propose, self.state, indices, block_sizes, settings=settings)
+        return self.programs.read(block)[places]
 
     def verify(self, dispatch: Dispatch, blocks: np.ndarray):
         """Second part of a round with masks: what `finish` takes; ``blocks`` as `RoundMasks.ask` returns them."""
-        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings, placed = self._settings(dispatch.speculation), self._in_batch(blocks, indices, places)
-        return self.programs.verify(self.state, indices, block_sizes, placed, settings)
+        indices, block_sizes, places = self._batch(dispatch)
+        placed, drafting = self._in_batch(blocks, indices, places), dispatch.speculation.drafter is not None
+        return self.programs.run(steps.verify, self.state, indices, block_sizes, placed, drafting=drafting)
 
     def finish(self, dispatch: Dispatch, blocks: np.ndarray, allowed: np.ndarray, is_late: np.ndarray, verified):
         """Third part of a round with masks: draws tokens and commits them.
@@ -365,13 +379,13 @@ class ModelRunner:
         Returns:
             A ticket for `read`.
         """
-        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings, placed = self._settings(dispatch.speculation), self._in_batch(blocks, indices, places)
+        indices, block_sizes, places = self._batch(dispatch)
+        placed = self._in_batch(blocks, indices, places)
         packed = self._in_batch(allowed, indices, places, 0xFFFFFFFF)
         # As padding, a slot whose mask is late stays as it is.
         indices[np.array(places)[is_late]] = self._slots_per_shard
-        self.state, report = self.programs.finish(self.state, indices, block_sizes, placed, packed, verified, settings)
-        return report, places
+        static = {"aligned": self.aligned, "drafting": dispatch.speculation.drafter is not None}
+        return self._change(steps.finish, indices, block_sizes, placed, packed, verified, **static), places
 
     def _in_batch(self, values: np.ndarray, indices: np.ndarray, places: Sequence[int], fill: int = 0) -> np.ndarray:
         """``values`` of each slot at its place in a batch that `_placed` has laid out, padded with ``fill``."""
@@ -398,8 +412,8 @@ class ModelRunner:
         )
 
     def next_token_scores(self) -> tuple[np.ndarray, np.ndarray]:
-        """For the token behind each slot's last: raw logits, and the values whose maximum is drawn, [slots, V] each."""
-        return jax.device_get(self.programs.next_token_scores(self.state))
+        """For the token after each slot's last: raw logits, and the values whose maximum is drawn, [slots, V] each."""
+        return jax.device_get(self.programs.run(steps.next_token_scores, self.state))
 
     @property
     def page_size(self) -> int:
@@ -432,8 +446,11 @@ class ModelRunner:
         return [cache for cache in caches if is_kv_cache(cache)]
 
     def set_tables(self, table: np.ndarray, windowed: np.ndarray) -> None:
-        """Gives the slots pages: int32 [slots, n] each, numbered within a data shard, as in `StepCalls`."""
-        self.state = self.programs.set_tables(self.state, table, windowed)
+        """Gives the slots pages, int32 [slots, n] each: of caches that keep all positions, and of those with a window.
+
+        Pages are numbered within their data shard.
+        """
+        self._change(steps.set_tables, table, windowed)
 
     def _groups(self, pages: Sequence[int], is_windowed: bool) -> Iterator[np.ndarray]:
         """Pages as the programs take them, some at a time."""
@@ -451,24 +468,46 @@ class ModelRunner:
     def save(self, pages: Sequence[int], is_windowed: bool) -> list:
         """Copies of pages, which are numbered through the data shards: segments for `load`."""
         groups = self._groups(pages, is_windowed)
-        return [self.programs.save(self.state, group, is_windowed) for group in groups]
+        return [self.programs.run(steps.save, self.state, group, is_windowed=is_windowed) for group in groups]
 
     def load(self, pages: Sequence[int], segments: list, is_windowed: bool) -> None:
         """Writes segments of `save` into as many pages."""
         for group, segment in zip(self._groups(pages, is_windowed), segments, strict=True):
-            self.state = self.programs.load(self.state, group, segment, is_windowed)
+            self._change(steps.load, group, segment, is_windowed=is_windowed)
 
     def snapshot(self, slot: int):
         """What a slot has beside pages, for `restore`."""
-        return self.programs.snapshot(self.state, self._only(slot))
+        return self.programs.run(steps.snapshot, self.state, self._only(slot))
 
     def restore(self, slot: int, length: int, snapshot) -> None:
-        """Sets a slot to a `snapshot` that was taken behind ``length`` tokens."""
-        self.state = self.programs.restore(self.state, self._only(slot), length, snapshot)
+        """Sets a slot to a `snapshot` that was taken after ``length`` tokens."""
+        self._change(steps.restore, self._only(slot), np.int32(length), snapshot)
 
-    def host_copies(self) -> HostCopies:
-        """Copies between the devices of this host and its memory."""
-        return HostCopies(len(self.state.tokens.sharding.addressable_devices))
+    @property
+    def devices(self) -> int:
+        """Devices of this host. Each has its part, or its copy, of every array."""
+        return len(self.state.tokens.sharding.addressable_devices)
+
+    @staticmethod
+    def to_host(arrays: Any) -> Any:
+        """Starts a copy to the host's pinned memory: arrays there, or None where the host has no memory for them.
+
+        Nothing but `wait` waits for a copy: what uses an array waits on the device.
+        """
+        try:
+            return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(PINNED), arrays))
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e) or jax.process_count() > 1:
+                # Several hosts must all do the same.
+                raise
+            log.warning("the host's pinned memory is exhausted (%s)", LIMIT_VARIABLE)
+            return None
+
+    @staticmethod
+    def to_device(arrays: Any) -> Any:
+        """Starts a copy of what `to_host` returned: arrays on the device, sharded as before."""
+        kind = jax.local_devices()[0].default_memory().kind
+        return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 
     def bytes(self, tree) -> int:
         """Bytes of arrays on one device."""

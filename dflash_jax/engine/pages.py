@@ -131,7 +131,7 @@ class Pages:
     """
 
     def __init__(self, runner: ModelRunner, make_room: Callable[[int, Sequence[int]], bool]):
-        self._runner, self._make_room, self._host = runner, make_room, runner.host_copies()
+        self._runner, self._make_room = runner, make_room
         self.size = runner.page_size
         counts = runner.pages
         self.pools = tuple(PagePool(count, runner.shards) for count in counts)
@@ -150,7 +150,7 @@ class Pages:
     @property
     def devices(self) -> int:
         """As in `prefix_tiers.Copies`."""
-        return self._host.devices
+        return self._runner.devices
 
     def _indices(self, known: int, positions: int) -> tuple[range, list[int]]:
         """The indices that a sequence needs of both kinds.
@@ -296,12 +296,12 @@ class Pages:
         segments: list[list[Any]] = [[], []]
         for kind, pages in enumerate((kept.pages, kept.windowed)):
             for group in batched(pages.values()):
-                copy = self._host.to_host(self._runner.save(group, bool(kind)))
+                copy = self._runner.to_host(self._runner.save(group, bool(kind)))
                 if copy is None:
                     return None
                 segments[kind].append(copy)
                 self._limit(in_flight, copy)
-        snapshot = None if kept.snapshot is None else self._host.to_host(kept.snapshot)
+        snapshot = None if kept.snapshot is None else self._runner.to_host(kept.snapshot)
         if kept.snapshot is not None and snapshot is None:
             return None
         return OnHost(tuple(kept.pages), tuple(kept.windowed), segments, snapshot)
@@ -311,18 +311,18 @@ class Pages:
         in_flight: deque[Any] = deque()
 
         def brought(kind: int, number: int) -> Any:
-            arrays = self._host.to_device(copy.segments[kind][number])
+            arrays = self._runner.to_device(copy.segments[kind][number])
             self._limit(in_flight, arrays)
             return arrays
 
-        snapshot = None if copy.snapshot is None else self._host.to_device(copy.snapshot)
+        snapshot = None if copy.snapshot is None else self._runner.to_device(copy.snapshot)
         return self._loaded(shard, (copy.pages, copy.windowed), brought, snapshot)
 
     def _limit(self, in_flight: deque[Any], copy: Any) -> None:
         """Adds a copy to those in flight, and waits for the oldest where there are too many."""
         in_flight.append(copy)
         if len(in_flight) > IN_FLIGHT:
-            self._host.wait(in_flight.popleft())
+            self._runner.wait(in_flight.popleft())
 
     def in_shard(self, kept: Kept, shard: int) -> Kept:
         """What is kept, in free pages of another shard, which get a prefix as their user."""

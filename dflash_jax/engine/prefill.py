@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_jax.decoding.prefill import MediaChunk
-from dflash_jax.engine.config import REPLAY, EngineConfig
+from dflash_jax.engine.config import RECOMPUTE, EngineConfig
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.pages import Pages
 from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, PrefixKeys, chunks, cut_points, outside
@@ -17,7 +17,7 @@ from dflash_jax.engine.statistics import Statistics
 # Tokens of a chunk with log-probabilities, at most: its logits are [tokens, V] in float32.
 MAX_SCORED = 64
 # Aligned blocks of an earlier run's tokens that a turn feeds.
-REPLAYED_BLOCKS = 8
+RECOMPUTED_BLOCKS = 8
 
 
 def scored_size(sizes: Sequence[int]) -> int:
@@ -72,7 +72,7 @@ class _Prefill:
 
 
 class Prefiller:
-    """Runs chunks of prompts, short ones together. After its turn a prompt goes behind the others of its priority.
+    """Runs chunks of prompts, short ones together. After its turn a prompt goes after the others of its priority.
 
     Args:
         runner: The device's work.
@@ -203,7 +203,7 @@ class Prefiller:
         """Whether the program for the next chunk may run."""
         kind = self._kind(prefill)
         if kind == "decode":
-            return self.runner.can_run(kind, 1, REPLAY)
+            return self.runner.can_run(kind, 1, RECOMPUTE)
         if prefill.request.prompt_logprobs is not None:
             return self.runner.can_run(kind)
         return bool(self._sizes(prefill.drafting, prefill.has_media))
@@ -235,7 +235,7 @@ class Prefiller:
             None.
         """
         if prefill.is_fed:
-            return self._replay(prefill)
+            return self._recompute(prefill)
         if (prefix := self._cached(prefill)) is not None:
             return [prefill] if self._copy(prefill, prefix) else [], 0, None
         if prefill.request.prompt_logprobs is not None:
@@ -318,14 +318,14 @@ class Prefiller:
         """Gives a request the pages for its prompt up to ``end``; False where they are missing."""
         return self._pages.cover(request.slot, end, end)
 
-    def _replay(self, prefill: _Prefill) -> tuple[list, int, object]:
+    def _recompute(self, prefill: _Prefill) -> tuple[list, int, object]:
         request, size = prefill.request, self.runner.settings.block_size
-        blocks = min(REPLAYED_BLOCKS, (prefill.end - request.prefilled) // size)
+        blocks = min(RECOMPUTED_BLOCKS, (prefill.end - request.prefilled) // size)
         if not self._pages.cover(request.slot, request.prefilled, request.prefilled + blocks * size):
             return [], 0, None
         self._pages.send()
         request.prefilled += blocks * size
-        return [prefill], blocks * size, self.runner.replay(request.slot, blocks)
+        return [prefill], blocks * size, self.runner.recompute(request.slot, blocks)
 
     def _score(self, prefill: _Prefill) -> tuple[list, int, object]:
         request, size = prefill.request, scored_size(self.sizes)
@@ -408,8 +408,9 @@ class Prefiller:
         start = prefill.parent.length if prefill.parent else 0
         segments, snapshot = self._pages.of_slot(slot, start, end), self._pages.snapshot(slot, end)
         sizes = self._pages.bytes(segments), self._pages.bytes(snapshot)
-        key, blocks, may_thin = prefill.keys.of(end), prefill.keys.blocks(start, end), end not in prefill.lasting
-        prefix = self.prefix_cache.add(key, prefill.parent, segments, snapshot, *sizes, blocks, may_thin)
+        key, digests = prefill.keys.of(end), prefill.keys.block_digests(start, end)
+        may_thin = end not in prefill.lasting
+        prefix = self.prefix_cache.add(key, prefill.parent, segments, snapshot, *sizes, digests, may_thin)
         prefill.can_cache = prefix is not None
         self._continue_from(prefill, prefix)
 

@@ -93,7 +93,7 @@ def chunks(start: int, end: int, sizes: Sequence[int], padding: float = 0.5) -> 
 
     Args:
         start: The first position.
-        end: The position behind the last.
+        end: The position after the last.
         sizes: Sizes of the prefill programs, ascending.
         padding: Less than this share of a program is padding, except in the smallest.
 
@@ -113,12 +113,12 @@ class PrefixKey(NamedTuple):
     """The cache key of a prefix.
 
     Attributes:
-        block: Digest of its whole blocks of `BLOCK` tokens.
+        block_digest: Digest of its whole blocks of `BLOCK` tokens.
         length: Tokens.
         digest: Digest of all of them.
     """
 
-    block: bytes
+    block_digest: bytes
     length: int
     digest: bytes
 
@@ -139,17 +139,17 @@ class PrefixKeys:
     def __init__(self, tokens: Sequence[int], salt: str = "", media: PromptMedia | None = None, drafting: bool = True):
         self.kinds = (b"",) if drafting else (TARGET_ONLY, b"")
         self._tokens, self._spans = np.asarray(tokens, np.int32), media.spans if media else ()
-        # JSON strings may have unpaired surrogates.
-        self._blocks = [blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()]
+        # At the end of each block, the digest of all tokens before it. JSON strings may have unpaired surrogates.
+        self._block_digests = [blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()]
         for end in range(BLOCK, len(self._tokens) + 1, BLOCK):
-            self._blocks.append(self._digest(end - BLOCK, end))
+            self._block_digests.append(self._digest(end - BLOCK, end))
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def _digest(self, start: int, end: int) -> bytes:
         """The digest of the first ``end`` tokens, of which those from ``start`` on, the end of a block, are left."""
-        digest = blake2b(b"%d " % (end - start), digest_size=16, key=self._blocks[start // BLOCK])
+        digest = blake2b(b"%d " % (end - start), digest_size=16, key=self._block_digests[start // BLOCK])
         digest.update(self._tokens[start:end].tobytes())
         for span in self._spans[bisect_left(self._spans, start, key=lambda span: span.start) :]:
             if span.start >= end:
@@ -160,16 +160,16 @@ class PrefixKeys:
     def of(self, length: int, kind: bytes | None = None) -> PrefixKey:
         """The key of the first ``length`` tokens; ``kind``: one of `kinds`, the first by default."""
         kind, start = self.kinds[0] if kind is None else kind, length // BLOCK * BLOCK
-        digest = self._blocks[length // BLOCK]
+        digest = self._block_digests[length // BLOCK]
         return PrefixKey(kind + digest, length, kind + (self._digest(start, length) if start < length else digest))
 
-    def block(self, number: int, kind: bytes) -> bytes:
-        """`PrefixKey.block` of the prefixes with ``number`` whole blocks."""
-        return kind + self._blocks[number]
+    def block_digest(self, blocks: int, kind: bytes) -> bytes:
+        """`PrefixKey.block_digest` of the prefixes with ``blocks`` whole blocks."""
+        return kind + self._block_digests[blocks]
 
-    def blocks(self, start: int, end: int) -> list[bytes]:
-        """The digests of the whole blocks that end after ``start`` tokens and not after ``end``."""
-        return [self.block(n, self.kinds[0]) for n in range(start // BLOCK + 1, end // BLOCK + 1)]
+    def block_digests(self, start: int, end: int) -> list[bytes]:
+        """`PrefixKey.block_digest` at the end of each block that ends after ``start`` tokens and not after ``end``."""
+        return [self.block_digest(n, self.kinds[0]) for n in range(start // BLOCK + 1, end // BLOCK + 1)]
 
 
 @dataclass(eq=False)
@@ -179,7 +179,7 @@ class Prefix:
     Attributes:
         key: Its cache key.
         parent: The prefix up to an earlier cut that this one continues, or None.
-        blocks: Digests of the whole blocks that end after the parent.
+        block_digests: `PrefixKey.block_digest` at the end of each whole block that ends after the parent.
         segments: The keys and values after the parent's, in pages of which the first may have some of the parent too.
         snapshot: What a slot has beside them, after the last token; None where it is no longer stored. Then only
             prefixes that continue this one can be restored.
@@ -192,7 +192,7 @@ class Prefix:
 
     key: PrefixKey
     parent: "Prefix | None" = field(repr=False)
-    blocks: Sequence[bytes] = ()
+    block_digests: Sequence[bytes] = ()
     may_thin: bool = True
     segments: Piece = field(init=False)
     snapshot: Piece | None = None
@@ -234,10 +234,10 @@ class PrefixCache:
     def __init__(self, budget: int, host_budget: int, copies: Copies):
         self.tiers = PrefixTiers(budget, host_budget, copies, self._lose)
         self._prefixes: dict[PrefixKey, Prefix] = {}
-        # By `PrefixKey.block`, how many prefixes there are of each length.
+        # By `PrefixKey.block_digest`, how many prefixes there are of each length.
         self._lengths: dict[bytes, Counter[int]] = {}
-        # How many prefixes have each block after their parents.
-        self._blocks: Counter[bytes] = Counter()
+        # How many prefixes have each of their `block_digests`.
+        self._block_digests: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return sum(prefix.snapshot is not None for prefix in self._prefixes.values())
@@ -265,20 +265,20 @@ class PrefixCache:
             longer_than: Tokens that it must exceed.
             lengths: Lengths that it may have; None for any.
         """
-        for block in range(self.shared(keys) // BLOCK, longer_than // BLOCK - 1, -1):
-            ends = {kind: self._lengths.get(keys.block(block, kind), {}) for kind in keys.kinds}
-            for length in sorted(set().union(*ends.values()), reverse=True):
+        for blocks in range(self.shared(keys) // BLOCK, longer_than // BLOCK - 1, -1):
+            lengths_of = {kind: self._lengths.get(keys.block_digest(blocks, kind), {}) for kind in keys.kinds}
+            for length in sorted(set().union(*lengths_of.values()), reverse=True):
                 if longer_than < length <= len(keys) and (lengths is None or length in lengths):
                     for kind in keys.kinds:
-                        if length in ends[kind] and (prefix := self.find(keys.of(length, kind))) is not None:
+                        if length in lengths_of[kind] and (prefix := self.find(keys.of(length, kind))) is not None:
                             return prefix
         return None
 
     def shared(self, keys: PrefixKeys) -> int:
         """Tokens of a prompt that are cached, in whole blocks, whether they can be restored or not."""
 
-        def is_unknown(block: int) -> bool:
-            return not any(keys.block(block, kind) in self._blocks for kind in keys.kinds)
+        def is_unknown(blocks: int) -> bool:
+            return not any(keys.block_digest(blocks, kind) in self._block_digests for kind in keys.kinds)
 
         # Where a block is known, so are those before it.
         return BLOCK * bisect_left(range(1, len(keys) // BLOCK + 1), True, key=is_unknown)
@@ -322,7 +322,7 @@ class PrefixCache:
         snapshot: Any,
         segments_size: int,
         snapshot_size: int,
-        blocks: Sequence[bytes] = (),
+        block_digests: Sequence[bytes] = (),
         may_thin: bool = True,
     ) -> Prefix | None:
         """Adds a prefix.
@@ -334,7 +334,7 @@ class PrefixCache:
             snapshot: What a slot has beside them, likewise.
             segments_size: Bytes of the segments on one device.
             snapshot_size: Bytes of the snapshot on one device.
-            blocks: Digests of its whole blocks that end after the parent.
+            block_digests: As in `Prefix`.
             may_thin: Whether its snapshot may go where those around it serve.
 
         Returns:
@@ -355,11 +355,11 @@ class PrefixCache:
             self.pin(needed)
         has_room = self.tiers.has_room(size)
         if has_room and prefix is None:
-            prefix = Prefix(key, parent, blocks, may_thin)
+            prefix = Prefix(key, parent, block_digests, may_thin)
             prefix.segments = Piece(prefix, segments_size, segments)
             self._prefixes[key] = prefix
-            self._lengths.setdefault(key.block, Counter())[key.length] += 1
-            self._blocks.update(blocks)
+            self._lengths.setdefault(key.block_digest, Counter())[key.length] += 1
+            self._block_digests.update(block_digests)
             self.tiers.add(prefix.segments)
             if parent is not None:
                 parent.children[prefix] = None
@@ -445,16 +445,16 @@ class PrefixCache:
                 self.tiers.remove(piece)
         prefix.snapshot = None
         del self._prefixes[prefix.key]
-        lengths = self._lengths[prefix.key.block]
+        lengths = self._lengths[prefix.key.block_digest]
         lengths[prefix.length] -= 1
         if not lengths[prefix.length]:
             del lengths[prefix.length]
             if not lengths:
-                del self._lengths[prefix.key.block]
-        for block in prefix.blocks:
-            self._blocks[block] -= 1
-            if not self._blocks[block]:
-                del self._blocks[block]
+                del self._lengths[prefix.key.block_digest]
+        for digest in prefix.block_digests:
+            self._block_digests[digest] -= 1
+            if not self._block_digests[digest]:
+                del self._block_digests[digest]
         if prefix.parent is not None:
             del prefix.parent.children[prefix]
             prefix.parent.headers.pop(prefix, None)
@@ -463,5 +463,5 @@ class PrefixCache:
         """Evicts all prefixes."""
         self._prefixes.clear()
         self._lengths.clear()
-        self._blocks.clear()
+        self._block_digests.clear()
         self.tiers.clear()

@@ -1,7 +1,7 @@
-"""The memory of cached prefixes: a tier on the device, and one in pinned host memory behind it."""
+"""The memory of cached prefixes: a tier on the device, and one in pinned host memory for what it has no room for."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -157,11 +157,25 @@ class PrefixTiers:
     def has_room(self, size: int) -> bool:
         """Makes room for ``size`` bytes on the device; False where that would take a piece that may not be lost."""
         limit = self.device.budget - size
-        for piece in list(self.device.pieces) if 0 <= limit < self.device.size else ():
-            self._free(piece)
-            if self.device.size <= limit:
-                break
+        if 0 <= limit < self.device.size:
+            for piece in self._oldest_first():
+                self._free(piece)
+                if self.device.size <= limit:
+                    break
         return self.device.size <= limit
+
+    def _oldest_first(self) -> Iterator[Piece]:
+        """The pieces of the device in the order of their last use; some may leave it between two of them."""
+        seen: set[Piece] = set()
+        count = -1
+        while count != len(self.device.pieces):
+            count = len(self.device.pieces)
+            for piece in self.device.pieces:
+                if piece not in seen:
+                    seen.add(piece)
+                    yield piece
+                    if count != len(self.device.pieces):
+                        break
 
     def give_up_host_memory(self) -> bool:
         """Drops the oldest copy on the host; False where none may be dropped."""
@@ -180,11 +194,11 @@ class PrefixTiers:
         Returns:
             False where none may.
         """
-
-        def has_idle_pages(piece: Piece) -> bool:
-            return piece not in self.device or self._copies.has_idle_pages(piece.device, shard, kinds)
-
-        return any(has_idle_pages(piece) and self._free(piece) for piece in list(self.device.pieces))
+        count = len(self.device.pieces)
+        for piece in self._oldest_first():
+            if self._copies.has_idle_pages(piece.device, shard, kinds) and self._free(piece):
+                break
+        return len(self.device.pieces) < count
 
     def _free(self, piece: Piece) -> bool:
         """Lets a piece leave the device; False where it may not."""

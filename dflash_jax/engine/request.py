@@ -1,4 +1,4 @@
-"""Requests to the engine, and the events that it returns."""
+"""Requests to the engine, what they may ask for, and the events that it returns."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -8,9 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from dflash_jax.argument_checks import shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.media import PromptMedia
-from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.errors import InputError
+from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
 # The slot of a request that has not been admitted.
 NO_SLOT = -1
@@ -20,7 +22,7 @@ class Monitor(Protocol):
     """Callback on new tokens (stop strings, streaming)."""
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """Gets new tokens, each once. A number ends the request behind that many of them; None lets it go on."""
+        """Gets new tokens, each once. A number ends the request after that many of them; None lets it go on."""
 
 
 class MaskProvider(Protocol):
@@ -36,7 +38,7 @@ class MaskProvider(Protocol):
 
     @abstractmethod
     def ask(self, drafts: Sequence[int]) -> None:
-        """Begins to compute the masks behind the tokens taken so far, and behind each further draft."""
+        """Begins to compute the masks after the tokens taken so far, and after each further draft."""
 
     @abstractmethod
     def answer(self, timeout_s: float) -> np.ndarray | None:
@@ -46,7 +48,7 @@ class MaskProvider(Protocol):
             timeout_s: Seconds to wait for them.
 
         Returns:
-            Packed bits uint32 [drafts + 1, ceil(V / 32)]; None where they are not ready in time. The mask behind a
+            Packed bits uint32 [drafts + 1, ceil(V / 32)]; None where they are not ready in time. The mask after a
             draft that is itself forbidden is arbitrary.
         """
 
@@ -137,7 +139,7 @@ class Request:
         cache_salt: Only requests with the same salt share prefixes.
         media: The images and videos of the prompt; None for text.
         slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
-        tokens: New tokens so far. A request that is submitted with tokens goes on behind them.
+        tokens: New tokens so far. A request that is submitted with tokens goes on after them.
         resumed: How many tokens it was submitted with, or had when its pages were given up.
         order: Number of its submission.
         ahead: New tokens at most that started dispatches bring and that are not in ``tokens``.
@@ -204,6 +206,66 @@ class Request:
         """Positions that the request takes at most."""
         assert self.params.max_tokens is not None, "max_tokens is not filled in"
         return len(self.prompt) + self.params.max_tokens
+
+
+def check_prompt(prompt: Sequence[int]) -> None:
+    """Raises InputError for an empty prompt."""
+    if not prompt:
+        raise InputError("a prompt is empty: it must have at least one token")
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may ask for.
+
+    Attributes:
+        positions: Prompt and new tokens together.
+        block_size: The largest block size; 1 where there is no drafter.
+    """
+
+    positions: int
+    block_size: int
+
+    def check(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        block_size: BlockSize,
+        stops: Sequence[int],
+        prompt_logprobs: int | None,
+    ) -> None:
+        """Raises InputError, which names the value and the limit, for a request that exceeds one.
+
+        Args:
+            prompt: Token ids.
+            params: Sampling parameters.
+            block_size: Tokens that a round may yield, or "auto".
+            stops: All token ids that end the text.
+            prompt_logprobs: Number of likeliest tokens to report for each prompt token.
+        """
+        check_prompt(prompt)
+        if params.max_tokens is None:
+            raise InputError("max_tokens is None: it must be a whole number; LLM.new_sequence replaces None")
+        need = len(prompt) + params.max_tokens
+        if need > self.positions:
+            tokens = f"{len(prompt)} prompt tokens and {shown(params.max_tokens)} new ones are {shown(need)}"
+            raise InputError(f"{tokens}: at most {self.positions} fit")
+        self.check_block_size(block_size)
+        if len(stops) > MAX_STOPS:
+            message = f"stop_token_ids and the checkpoint's own are {len(stops)}: at most {MAX_STOPS} are possible"
+            raise InputError(message)
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if (count or 0) > MAX_LOGPROBS:
+                raise InputError(f"{name} is {shown(count)}: it must be at most {MAX_LOGPROBS}")
+
+    def check_block_size(self, block_size: BlockSize) -> None:
+        """Raises InputError for a block size that is neither possible nor "auto"."""
+        if block_size == "auto":
+            return
+        if not isinstance(block_size, int) or not 1 <= block_size <= self.block_size:
+            reason = "the drafter's own" if self.block_size > 1 else "there is no drafter"
+            given = block_size if isinstance(block_size, str) else shown(block_size)
+            raise InputError(f"block size {given}: it must be 1 to {self.block_size} ({reason}), or auto")
 
 
 @dataclass(frozen=True)

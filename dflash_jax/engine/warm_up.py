@@ -105,7 +105,7 @@ class WarmUp:
             sys.setswitchinterval(interval)
 
     def stop(self) -> None:
-        """Ends `others` behind the programs that are being compiled."""
+        """Ends `others` after the programs that are being compiled."""
         self._stopping.set()
 
     def _run(self, tasks: Sequence[Task]) -> None:

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.argument_checks import ArgumentError, check_fields, has_type, shown, wrong
 from dflash_jax.engine.config import BlockSize
-from dflash_jax.engine.host_copies import has_pinned_memory
-from dflash_jax.engine.memory import device_memory
+from dflash_jax.engine.memory import device_memory, has_pinned_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.models.drafting import Drafting, check_complete
 from dflash_jax.parallel.sharding import Layout

@@ -10,9 +10,8 @@ import numpy as np
 
 from dflash_jax.argument_checks import check_type, has_type, is_text, plain, shown
 from dflash_jax.engine.config import BlockSize
-from dflash_jax.engine.limits import RequestLimits, check_prompt
 from dflash_jax.engine.media import PromptMedia
-from dflash_jax.engine.request import MaskProvider
+from dflash_jax.engine.request import MaskProvider, RequestLimits, check_prompt
 from dflash_jax.engine.token_rules import CombinedMasks, DraftRecord, ThinkingBudget, TokenRules
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.media import MediaReader, media_parts

@@ -215,7 +215,7 @@ class Group:
             link.send(CALL, payload)
 
     def next(self) -> bytes | None:
-        """Waits for the leader's next call; None behind the last one of its turn."""
+        """Waits for the leader's next call; None after the last one of its turn."""
         return self._calls.get()
 
     def fail(self, reason: str) -> NoReturn:

@@ -22,7 +22,7 @@ from dflash_jax.errors import EngineError
 
 # Seconds until a host that does not answer counts as lost.
 SILENCE_S = 20
-# Seconds in which all followers must connect: behind `distributed.start`, they need none.
+# Seconds in which all followers must connect: after `distributed.start`, they need none.
 CONNECT_S = 120.0
 # A stranger's connection is closed after `GREETING_S` seconds, or when `GREETINGS` others are open.
 GREETING_S, GREETINGS = 5.0, 64

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
-from dflash_jax.engine.replay import CODEC, Leader
+from dflash_jax.engine.lead import CODEC, Leader
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.group import joined
 

@@ -45,7 +45,7 @@ class Slot:
 
 
 class MockCopies:
-    """Copies that wrap what they copy. The host has memory if ``has_memory``."""
+    """Copies that wrap what they copy, and take no time. The host has memory if ``has_memory``."""
 
     devices, has_memory = 1, True
 
@@ -56,9 +56,6 @@ class MockCopies:
     def to_device(self, arrays):
         assert isinstance(arrays, HostArrays)
         return arrays.arrays
-
-    def wait(self, arrays):
-        pass
 
 
 @dataclass(eq=False)
@@ -88,7 +85,7 @@ class MockPages(MockCopies):
         return kept
 
 
-class MockRunner:
+class MockRunner(MockCopies):
     """Works behind a clock that moves when the host waits: a prefill chunk costs its size in microseconds, a round a
     millisecond."""
 
@@ -106,7 +103,6 @@ class MockRunner:
         self.slots, self.capacity, self.shards, self.window = slots, capacity, shards, window
         # As many as all slots need, and as many for prefixes.
         self.pages = pages or (2 * slots // shards * -(-capacity // self.page_size), 0)
-        self.copies = MockCopies()
         self.random, self.clock, self.busy_until, self.log = random.Random(seed), 0.0, 0.0, []
         # (prompts, tokens of each, batch size of a shard) of each prefill.
         self.calls = []
@@ -223,6 +219,8 @@ class MockRunner:
         return self.busy_until
 
     def wait(self, ticket):
+        if isinstance(ticket, HostArrays | list):
+            return
         self.clock = max(self.clock, ticket[0] if isinstance(ticket, tuple) else ticket)
 
     def decode(self, dispatch, masks=None):
@@ -296,9 +294,6 @@ class MockRunner:
         row.known = length
         self.log.append(("restore", slot, length))
         assert self.cached(slot) == row.prompt[:length]
-
-    def host_copies(self):
-        return self.copies
 
     def bytes(self, tree):
         return self.snapshot_bytes

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.decoding import prefix_snapshot
-from dflash_jax.engine import model_runner
+from dflash_jax.engine import model_runner, steps
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.prefix_cache import MIN_MESSAGE
@@ -129,12 +128,12 @@ def test_a_known_prefix_changes_nothing(family, drafts):
 @hybrid_only
 def test_a_stale_state_would_be_noticed(family, monkeypatch):
     """A fault made on purpose: a hit brings back the keys and values, and forgets the recurrent state."""
-    real = prefix_snapshot.restore
+    real = steps.restore
 
-    def forgetful(state, rows, length, snapshot):
-        return real(state, rows, length, jax.tree.map(jnp.zeros_like, snapshot))
+    def forgetful(target, drafter, state, slots, length, snapshot):
+        return real.function(target, drafter, state, slots, length, jax.tree.map(jnp.zeros_like, snapshot))
 
-    monkeypatch.setattr(prefix_snapshot, "restore", forgetful)
+    monkeypatch.setattr(steps, "restore", replace(real, function=forgetful))
     engine = engine_for(Executables(family.target, None), (1,))
     with pytest.raises(AssertionError):
         under_load(engine, family.target, family.wanted, family.expected, 60, seed=3)

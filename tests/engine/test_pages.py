@@ -56,7 +56,7 @@ def test_whatever_comes_gets_its_tokens_and_no_page_is_lost(
         prefix_bytes=prefix_bytes, prefix_host_bytes=host_bytes, swap_bytes=swap_bytes, markers=frozenset([1]),
         prefill_batch_tokens=rng.choice([16, 64]), max_num_batched_tokens=rng.choice([16, 64, 160]),
     )  # fmt: skip
-    loaded.runner.copies.has_memory = has_memory
+    loaded.runner.has_memory = has_memory
     system, live = [1, *range(2, 12)], []
     for _ in range(25):
         start = rng.choice([[], system, system[:6]])
@@ -128,7 +128,7 @@ def test_the_last_request_of_the_lowest_priority_gives_its_pages():
 
 def test_where_the_host_has_no_memory_left_a_request_computes_its_tokens_again():
     loaded = engine(2, 256, pages=65)
-    loaded.runner.copies.has_memory, loaded.runner.ends = False, False
+    loaded.runner.has_memory, loaded.runner.ends = False, False
     first, last = request(range(2, 22), 230), request(range(4, 24), 230)
     for each in (first, last):
         loaded.submit(each)
@@ -149,7 +149,7 @@ def test_where_the_host_has_no_memory_left_a_request_computes_its_tokens_again()
 def test_log_probabilities_of_a_prompt_stay_where_its_request_is_computed_again():
     """A server's event loop reads them with the first token, while the engine goes on."""
     loaded = engine(2, 256, pages=65)
-    loaded.runner.copies.has_memory, loaded.runner.ends = False, False
+    loaded.runner.has_memory, loaded.runner.ends = False, False
     first, last = request(range(2, 22), 230), request(range(4, 24), 230, prompt_logprobs=0)
     for each in (first, last):
         loaded.submit(each)
@@ -163,7 +163,7 @@ def test_log_probabilities_of_a_prompt_stay_where_its_request_is_computed_again(
 def test_what_is_computed_again_is_no_hit_of_the_prefix_cache():
     """The first reading counts: with the second there could be more known tokens than prompt tokens."""
     loaded = engine(2, 256, pages=65, prefix_bytes=10**7, markers=frozenset([1]))
-    loaded.runner.copies.has_memory, loaded.runner.ends = False, False
+    loaded.runner.has_memory, loaded.runner.ends = False, False
     system = [1, *range(2, 19)]
     loaded.submit(request([*system, 1, 20], 1))
     run(loaded)
@@ -190,7 +190,7 @@ def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_
     rng = random.Random(seed)
     pages, budget = 17 + rng.randrange(4), rng.choice([64, 160])
     loaded = engine(4, 64, pages=pages, prefill_batch_tokens=64, max_num_batched_tokens=budget)
-    loaded.runner.copies.has_memory = False
+    loaded.runner.has_memory = False
     requests = []
     for _ in range(6):
         prompt = [rng.randrange(1, 50) for _ in range(rng.choice([3, 20, 34, 60]))]

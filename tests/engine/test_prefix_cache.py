@@ -1,8 +1,9 @@
 """Where prompts are cut, and what is kept of them."""
 
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dflash_jax.engine.media import MediaSpan, PromptMedia
 from dflash_jax.engine.prefix_cache import BLOCK, Prefix, PrefixCache, PrefixKey, PrefixKeys, chunks, cut_points
+from dflash_jax.engine.prefix_tiers import Piece, PrefixTiers
 from tests.engine.mock_runner import MockPages
 
 MARKERS = frozenset([0])
@@ -258,6 +260,28 @@ def test_where_the_host_has_no_memory_left_its_budget_ends():
     assert set("ghi") <= set(known(kept, *"abcdefghi"))
 
 
+@pytest.mark.parametrize("make_room", [PrefixTiers.has_room, lambda tiers, _: tiers.give_up_pages(0, (0,))])
+def test_room_is_made_from_the_oldest_without_a_look_at_the_others(make_room):
+    seen, lost = [], []
+
+    class Watched(OrderedDict):
+        def __iter__(self):
+            for piece in super().__iter__():
+                seen.append(piece)
+                yield piece
+
+    pieces = [Piece(SimpleNamespace(pins=int(i in (0, 2))), 1) for i in range(1000)]
+    tiers = PrefixTiers(len(pieces), 0, MockPages(), lost.append)
+    for piece in pieces:
+        tiers.add(piece)
+    tiers.device.pieces = Watched(tiers.device.pieces)
+    assert make_room(tiers, 1)
+    assert make_room(tiers, 2)
+    # The second time, one piece has left already where bytes are asked for.
+    assert lost == [pieces[1], pieces[3]]
+    assert len(seen) < 20
+
+
 def test_what_comes_back_takes_no_room_of_its_own_prefix():
     kept = PrefixCache(40, 1000, MockPages())
     chain = conversation(kept, "a", [100] * 4)
@@ -374,9 +398,10 @@ class Accounting(RuleBasedStateMachine):
 
     @invariant()
     def prefixes_are_found_by_their_blocks(self):
-        keys, blocks = self.kept._prefixes, self.kept._blocks
-        assert blocks == Counter(block for prefix in keys.values() for block in prefix.blocks)
-        assert {(key.block, key.length) for key in keys} == {(b, n) for b, c in self.kept._lengths.items() for n in c}
+        keys, digests = self.kept._prefixes, self.kept._block_digests
+        assert digests == Counter(digest for prefix in keys.values() for digest in prefix.block_digests)
+        lengths = {(digest, n) for digest, counts in self.kept._lengths.items() for n in counts}
+        assert {(key.block_digest, key.length) for key in keys} == lengths
 
     @invariant()
     def pins_are_those_of_users_and_of_children(self):
@@ -422,8 +447,8 @@ def test_a_salt_and_a_part_without_the_drafters_are_other_keys():
 def stored(kept: PrefixCache, keys: PrefixKeys, *lengths: int) -> None:
     parent = None
     for length in lengths:
-        blocks = keys.blocks(parent.length if parent else 0, length)
-        parent = kept.add(keys.of(length), parent, length, length, 1, 1, blocks)
+        digests = keys.block_digests(parent.length if parent else 0, length)
+        parent = kept.add(keys.of(length), parent, length, length, 1, 1, digests)
 
 
 def test_the_longest_prefix_is_found_at_any_length():

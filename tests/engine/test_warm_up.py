@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine import model_runner
+from dflash_jax.engine import model_runner, steps
 from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.config import EngineConfig, speculations_of
 from dflash_jax.engine.executables import Executables
@@ -125,21 +125,21 @@ def test_ahead_of_time_gives_shapes_and_leaves_the_programs_behind():
     target = tiny.target("da", moe="")
     programs, settings = Executables(target, None), Settings(1, top_logprobs=2)
     slots = np.arange(2, dtype=np.int32)
-    arguments = slots, np.ones(2, np.int32), 3, settings
+    arguments = slots, np.ones(2, np.int32), np.int32(3)
     with AheadOfTime(programs, threads=1) as ahead:
         state = ahead.empty(2, CAPACITY, settings)
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-        after, report = ahead.decode(state, *arguments)
+        after, report = ahead.run(steps.decode, state, *arguments, settings=settings)
         assert after is state
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(report))
-        ahead.decode(state, *arguments)
+        ahead.run(steps.decode, state, *arguments, settings=settings)
         assert [key[0] for key in ahead.pending] == ["decode"]
     assert [key[0] for key in programs.compiled] == ["decode"]
     real = programs.empty(2, CAPACITY, settings)
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), real) == jax.tree.map(
         lambda x: (x.shape, x.dtype, x.sharding), state
     )
-    _, found = programs.decode(real, *arguments)
+    _, found = programs.run(steps.decode, real, *arguments, settings=settings)
     assert programs.count == 2  # The state's and this one.
     assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(report)]
 
@@ -155,7 +155,7 @@ def test_a_compilation_that_fails_is_reported_at_the_end_of_the_block(monkeypatc
 
     def ahead_of_time(background: bool):
         with AheadOfTime(programs, 1, background) as ahead:
-            ahead.snapshot(state, np.zeros(1, np.int32))
+            ahead.run(steps.snapshot, state, np.zeros(1, np.int32))
             (future,) = ahead.pending.values()
             # Else the end of the block in the background cancels what has not begun.
             wait([future])

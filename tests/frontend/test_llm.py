@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.decoding import step_functions
 from dflash_jax.decoding.state import RECORDED
+from dflash_jax.engine import steps
 from dflash_jax.engine.config import speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.frontend.compare import divergence
@@ -103,7 +103,7 @@ def test_logprobs_of_raw_and_processed_distribution(llm):
 
 def test_log_probabilities_behind_more_positions_than_a_slot_keeps(llm):
     """The most likely token at each position is the greedy one, and no other position's."""
-    assert max(step_functions.REPORT_SIZE, LIMITS["block_size"]) <= RECORDED
+    assert max(steps.REPORT_SIZE, LIMITS["block_size"]) <= RECORDED
     params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=RECORDED + 90, ignore_eos=True)
     (out,) = llm.generate(["def main("], params, block_size=4)
     assert len(out.token_ids) == RECORDED + 90
@@ -199,7 +199,7 @@ def test_bad_prompts_are_refused(llm):
 
 def test_a_block_wider_than_a_dispatch_reports_still_moves_on(monkeypatch):
     """Else the host would ask for rounds for ever."""
-    monkeypatch.setattr(step_functions, "REPORT_SIZE", 4)
+    monkeypatch.setattr(steps, "REPORT_SIZE", 4)
     params = SamplingParams(max_tokens=24)
     small = LLM()
     (found,) = small.generate(PROMPTS[:1], params)

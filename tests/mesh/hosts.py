@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.replay import Follower, Leader
+from dflash_jax.engine.lead import Follower, Leader
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.token_rules import Rules, TokenRules
 from dflash_jax.models.decoder import abstract_decoder

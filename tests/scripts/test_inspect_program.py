@@ -1,10 +1,10 @@
 """What XLA makes of the loop: one while, no callbacks, few programs, caches in place."""
 
-import numpy as np
 import pytest
 
 from dflash_jax import LLM
 from dflash_jax.decoding.state import PLAIN_SETTINGS
+from dflash_jax.engine.model_runner import ModelRunner
 from tests.helpers import load_script
 
 
@@ -33,7 +33,7 @@ def test_the_state_is_donated_and_no_kv_cache_is_copied(figures):
 def test_without_a_drafter_prefill_is_one_program():
     """Otherwise the first question of a warm engine would wait for a compiler."""
     programs = LLM().plain_programs
-    state, rows = programs.empty(1, 256, PLAIN_SETTINGS), np.zeros(1, np.int32)
+    runner = ModelRunner(programs, 1, 256, PLAIN_SETTINGS)
     for drafting in (True, False):
-        state, _ = programs.prefill(state, rows, rows, 16, drafting)
+        runner.prefill([0], [0], 16, drafting=drafting)
     assert [key[0] for key in programs.compiled].count("prefill") == 1

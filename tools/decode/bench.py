@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.decoding import speculative, step_functions
+from dflash_jax.decoding import speculative
 from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_slots, take_slots
+from dflash_jax.engine import steps
 from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import pages_of_slots
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.pages import Pages
-from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
+from dflash_jax.engine.steps import BATCH, Programs, Specs, Step
 from dflash_jax.errors import EngineError
 from dflash_jax.models import moe as moe_layer
 from dflash_jax.models.config import MoeSpec
@@ -119,9 +120,9 @@ def repeated(part):
     before.
     """
 
-    def run(target, drafter, state, *args):
+    def run(target, drafter, state, *args, **static):
         def again(_, moved):
-            output = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args))
+            output = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args, **static))
             first = jax.tree.leaves(output)[0].reshape(-1)[0]
             return moved + 1 + jnp.isnan(first.astype(jnp.float32)).astype(jnp.int32)
 
@@ -133,13 +134,13 @@ def repeated(part):
 def verify(target, drafter, state, moved, slots, block_sizes, block, *, drafting: bool):
     """The target's pass over a block."""
     block = (block + moved) % target.config.vocab_size
-    return step_functions.verify(target, drafter, state, slots, block_sizes, block, drafting=drafting)
+    return steps.verify.function(target, drafter, state, slots, block_sizes, block, drafting=drafting)
 
 
 def draft(target, drafter, state, moved, slots, block_sizes, *, settings: Settings):
     """The drafter's pass."""
     state = replace(state, tokens=(state.tokens + moved) % target.config.vocab_size)
-    return step_functions.propose(target, drafter, state, slots, block_sizes, settings=settings)
+    return steps.propose.function(target, drafter, state, slots, block_sizes, settings=settings)
 
 
 def head(target, drafter, state, moved, hidden):
@@ -166,7 +167,7 @@ def commits(target, drafter, state, slots, block_sizes, block, verified, *, draf
 
     caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
     done = replace(before, target=caches, draft=draft, block_sizes=state.block_sizes[slots])
-    return put_slots(state, done), step_functions.gather_batch(after.length)
+    return put_slots(state, done), steps.gather_batch(after.length)
 
 
 class Bench:
@@ -206,7 +207,7 @@ class Bench:
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
         return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.block_size)
 
-    def calls(self, point: Point, state, rounds: int = ROUNDS, programs: StepCalls | None = None) -> dict:
+    def calls(self, point: Point, state, rounds: int = ROUNDS, programs: Programs | None = None) -> dict:
         """By name, a function of a state that runs a part: (what to wait for, the next state)."""
         p, slots = programs or self.programs, np.arange(point.batch, dtype=np.int32)
         block_sizes, settings = np.full(point.batch, point.block_size, np.int32), Settings(point.block_size)
@@ -214,61 +215,60 @@ class Bench:
         # What a round verifies: each row's last token, and the drafts.
         block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.block_size].copy()
         if point.block_size > 1:
-            block = p.read(p.propose(state, slots, block_sizes, settings))
+            block = p.read(p.run(steps.propose, state, slots, block_sizes, settings=settings))
         vocab, hidden = p.config.vocab_size, p.config.hidden_size
         wide = spec(DATA, None, self.pair.target.vocab)
         logits = jnp.zeros((point.batch, point.block_size, vocab), jnp.float32)
         states = jnp.zeros((point.batch, point.block_size, hidden), self.pair.target.dtype)
 
         def decode(s):
-            after, report = p.decode(s, slots, block_sizes, rounds, plain if point.block_size == 1 else settings)
+            compiled_in = plain if point.block_size == 1 else settings
+            after, report = p.run(steps.decode, s, slots, block_sizes, np.int32(rounds), settings=compiled_in)
             return report.count, after
 
         def prefill(s):
             # As if nothing of the prompt had been read.
             size = prefilled(point, self.pair.target.backend)
-            after, num_cached = p.prefill(s, slots[:1], np.full(1, size, np.int32), size, drafting=point.block_size > 1)
+            n, drafting = np.full(1, size, np.int32), point.block_size > 1
+            after, num_cached = p.run(steps.prefill, s, slots[:1], n, None, size=size, drafting=drafting)
             return num_cached, after
 
-        def apart(name, function, args, specs):
-            return lambda s: (p.call((name, settings), function, s, args, lambda: specs, donate=False), s)
+        def apart(step: Step, *args, **static):
+            return lambda s: (p.run(step, s, *args, **static), s)
 
-        def part(function, args, specs):
-            return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, REPLICATED))
+        def part(function, args, specs: tuple[Specs, ...], **static):
+            return apart(Step(f"{function.__name__} apart", repeated(function), specs, changes=False), *args, **static)
 
         drafting = point.block_size > 1
         verified = self.verified(state, (slots, block_sizes, block), drafting)
 
         def commit(s):
-            def specs():
-                return (BATCH, BATCH, BATCH, p.verified_specs(drafting)), REPLICATED
-
-            function = partial(commits, drafting=drafting)
-            after, lengths = p.call(("commits", settings), function, s, (slots, block_sizes, block, verified), specs)
+            # The arguments of `finish` without the mask.
+            step = Step("commits", commits, (BATCH, BATCH, BATCH, steps.finish.args[-1]))
+            after, lengths = p.run(step, s, slots, block_sizes, block, verified, drafting=drafting)
             return lengths, after
 
         parts = {
             "round": decode,
-            "verify": part(partial(verify, drafting=drafting), (slots, block_sizes, block), (BATCH, BATCH, BATCH)),
+            "verify": part(verify, (slots, block_sizes, block), (BATCH, BATCH, BATCH), drafting=drafting),
             "head": part(head, (states,), (BATCH,)),
             "draw": part(draw, (slots, block, logits), (BATCH, BATCH, wide)),
             "commit": commit,
             "prefill": prefill,
         }
         if drafting:
-            parts["draft"] = part(partial(draft, settings=settings), (slots, block_sizes), (BATCH, BATCH))
+            parts["draft"] = part(draft, (slots, block_sizes), (BATCH, BATCH), settings=settings)
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
             # Replicated over everything but the rows: what each token chose.
-            parts["choices"] = apart("choices", choices, (slots, block), ((BATCH, BATCH), spec(None, DATA)))
+            chosen = Step("choices", choices, (BATCH, BATCH), spec(None, DATA), changes=False)
+            parts["choices"] = apart(chosen, slots, block)
         return parts
 
     def verified(self, state, args: tuple, drafting: bool):
         """In the shapes of what `verify` returns: drafts that are all wrong."""
-        p = self.programs
-        specs = p.verified_specs(drafting)
-        lowered = p.lower(
-            partial(step_functions.verify, drafting=drafting), state, args, (BATCH, BATCH, BATCH), specs, donate=False
-        )
+        p, static = self.programs, {"drafting": drafting}
+        specs = p.specs(steps.verify, state, static)[1]
+        lowered = p.lower(steps.verify, state, *args, **static)
 
         def zeros(shape, spec):
             return jnp.zeros(shape.shape, shape.dtype, device=jax.sharding.NamedSharding(p.mesh, spec))

@@ -1,4 +1,4 @@
-"""The leader's calls of a runner, made again by a follower: from the recorded messages it gets the same arrays."""
+"""The leader's calls of a runner, which a follower makes, too: from the messages it gets the same arrays."""
 
 import gc
 import random
@@ -12,14 +12,14 @@ import pytest
 
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine import model_runner, replay
+from dflash_jax.engine import lead, model_runner
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.lead import CODEC, Follower, Leader, LeadingRunner
 from dflash_jax.engine.media import empty_chunk
 from dflash_jax.engine.model_runner import ModelRunner
-from dflash_jax.engine.replay import CODEC, Follower, Leader, ReplayedRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.token_rules import Rules, TokenRules
 from dflash_jax.errors import EngineError
@@ -105,7 +105,7 @@ def test_a_follower_gets_the_leaders_arrays_under_load(pair):
     assert engine.prefix_cache.tiers.host.hits
     follower = follow(tape, programs)
     methods = {CODEC.decode(message)[3] for message in tape.messages}
-    assert methods >= replay.METHODS - {"replay", "reset", "next_token_scores"}
+    assert methods >= lead.METHODS - {"recompute", "reset", "next_token_scores"}
     (runner,) = (x for x in follower._kept.values() if isinstance(x, ModelRunner))
     assert_equal(engine.runner.state, runner.state)
 
@@ -121,7 +121,7 @@ def test_the_rest_of_the_calls(pair):
     embeddings, is_media, positions = empty_chunk(8, size, dtype)
     embeddings[0, 2:5], is_media[0, 2:5] = 0.5, True
     runner.prefill([1], [8], 8, media=MediaChunk(embeddings, is_media, positions))
-    runner.wait(runner.replay(1, 3))
+    runner.wait(runner.recompute(1, 3))
     scores = runner.next_token_scores()
     assert np.isfinite(scores[0][1]).all()
     follower = follow(tape, programs, programs)
@@ -194,7 +194,7 @@ def test_a_message_that_cannot_be_sent_changes_nothing(pair, monkeypatch):
     with pytest.raises(TypeError, match="a value of type int64 cannot be sent"):
         runner.save([np.int64(0)], False)
     with monkeypatch.context() as small:
-        small.setattr(replay, "MAX_CALL", 9)
+        small.setattr(lead, "MAX_CALL", 9)
         with pytest.raises(EngineError, match=r"save: a message of \d+ bytes; the most is 9"):
             runner.save([0, 1], False)
     runner.reset()
@@ -224,24 +224,24 @@ def test_an_error_of_a_followers_device_ends_all(pair, monkeypatch):
 
 def test_what_makes_other_programs_has_another_fingerprint(pair, monkeypatch):
     target, programs, _, _ = pair
-    same = replay.fingerprint([programs])
-    assert replay.fingerprint([Executables(*programs.pair)]) == same
-    others = [replay.fingerprint([Executables(target, None)])]
+    same = lead.fingerprint([programs])
+    assert lead.fingerprint([Executables(*programs.pair)]) == same
+    others = [lead.fingerprint([Executables(target, None)])]
     changes = (
         (programs, "compiler_options", {"xla_cpu_enable_fast_math": True}),
         (target, "config", replace(target.config, norm_eps=0.1)),
         (target, "backend", replace(target.backend, kernels="other")),
-        (replay.jaxlib_version, "__version__", "0.0.1"),
+        (lead.jaxlib_version, "__version__", "0.0.1"),
         (sys.modules["dflash_jax"], "__version__", "0.0.1"),
     )
     for one, name, value in changes:
         with monkeypatch.context() as changed:
             changed.setattr(one, name, value)
-            others.append(replay.fingerprint([programs]))
+            others.append(lead.fingerprint([programs]))
     assert len({same, *others}) == len(others) + 1
     # Not the words of a reason.
     monkeypatch.setattr(target, "backend", replace(target.backend, no_triton="another reason"))
-    assert replay.fingerprint([programs]) == same
+    assert lead.fingerprint([programs]) == same
 
 
 def test_a_runner_of_another_turn_or_model_is_refused(pair):
@@ -284,8 +284,8 @@ def test_every_call_that_starts_a_program_is_sent():
     local = {"on", "admit", "decode_masked", "batch_sizes", "masked_batch_sizes", "allow", "mark_failed", "has_failed"}
     local |= {"can_run", "decode_sizes", "first_slots", "is_compiled", "shard", "largest_shard", "bytes"}
     public = {name for name, x in vars(ModelRunner).items() if callable(x) and not name.startswith("_")}
-    assert public - local - {"wait", "read", "read_scores", "host_copies"} == replay.METHODS - replay.COPIES
-    assert public - local <= set(vars(ReplayedRunner))
+    assert public - local == lead.METHODS | set(lead.WAITS)
+    assert public - local <= set(vars(LeadingRunner))
 
 
 def test_messages_are_small(pair):

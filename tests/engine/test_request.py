@@ -1,8 +1,8 @@
-"""Limits of a request."""
+"""What a request may ask for."""
 
 import pytest
 
-from dflash_jax.engine.limits import RequestLimits
+from dflash_jax.engine.request import RequestLimits
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import SamplingParams
 

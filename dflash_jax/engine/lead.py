@@ -1,4 +1,4 @@
-"""One model on the devices of several processes: the leader's calls of its `ModelRunner`, made by the followers, too.
+"""One model on the devices of several processes: the followers make the leader's calls of its `ModelRunner`, too.
 
 Every process must start the same programs in the same order. The leader alone has requests, schedules them and reads
 results; each call that starts a program goes to the followers as a message first: a number, the runner, the name of a
@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from hashlib import blake2b
+from inspect import signature
 from typing import Any
 
 import jax
-import numpy as np
 from jaxlib import version as jaxlib_version
 
 from dflash_jax.decoding.batch_init import Admission
@@ -26,7 +27,6 @@ from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.errors import EngineError
 from dflash_jax.models.drafting import Drafters, DraftWindow
@@ -47,11 +47,13 @@ class Reference:
 
 
 CODEC = Codec((Dispatch, Speculation, Settings, DraftWindow, Admission, MediaChunk, Reference))
-# What a follower calls: methods of a runner, and of its `HostCopies`.
-COPIES = frozenset(("to_host", "to_device"))
-KEPT = COPIES | {"verify", "save", "snapshot"}
-METHODS = KEPT | {"reset", "admit_packed", "prefill", "replay", "score", "decode", "propose", "finish", "load"}
-METHODS |= {"restore", "next_token_scores", "set_tables"}
+# Methods of a runner that start programs or copies: followers call them, too. What those of KEPT return stays on the
+# devices, and is an argument of later calls.
+KEPT = frozenset(("verify", "save", "snapshot", "to_host", "to_device"))
+METHODS = KEPT | {"reset", "admit_packed", "prefill", "recompute", "score", "decode", "propose", "finish"}
+METHODS |= {"next_token_scores", "set_tables", "load", "restore"}
+# Those that wait for results, which the leader alone reads.
+WAITS = ("wait", "read", "read_scores")
 BEGIN, NEW = "begin", "new"
 
 
@@ -82,11 +84,6 @@ class Shared:
 
     arrays: Any
     handle: Handle
-
-    @property
-    def reference(self) -> Reference:
-        """What stands for them in a message."""
-        return Reference(self.handle.number)
 
 
 jax.tree_util.register_dataclass(Shared, data_fields=["arrays"], meta_fields=["handle"])
@@ -133,23 +130,16 @@ class Leader:
             pass
 
     def close(self) -> None:
-        """Ends the turn, behind a call that another thread makes."""
+        """Ends the turn, after a call that another thread makes."""
         with self._lock:
             self.is_over = True
 
-    def runner(
-        self,
-        programs: Executables,
-        slots: int,
-        capacity: int,
-        settings: Settings,
-        pages: tuple[int, int] | None = None,
-    ) -> "ReplayedRunner":
-        """A runner of this turn; its executables must be those of the turn."""
+    def runner(self, programs: Executables, *args: Any) -> "LeadingRunner":
+        """A runner of this turn, whose executables must be those of the turn; arguments as in `ModelRunner`."""
         which = next((i for i, each in enumerate(self._programs) if each is programs), None)
         if which is None:
             raise EngineError("the other processes do not have this model: begin another turn with it")
-        return ReplayedRunner(self, which, programs, slots, capacity, settings, pages)
+        return LeadingRunner(self, which, programs, *args)
 
     @contextmanager
     def call(self, runner: int, method: str, *args: Any) -> Iterator[int]:
@@ -191,11 +181,9 @@ class Leader:
             except BaseException as e:
                 self._group.fail(f"{type(e).__name__}: {e}")
 
-    @contextmanager
-    def keeping(self, runner: int, method: str, *args: Any) -> Iterator[Handle]:
-        """Sends a call of `KEPT` or `NEW`, as `call` does: the handle of what the followers keep."""
-        with self.call(runner, method, *args) as number:
-            yield Handle(number, self._released)
+    def handle(self, number: int) -> Handle:
+        """The handle of what followers keep under the number of a call, one of `KEPT` or `NEW`."""
+        return Handle(number, self._released)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -206,173 +194,64 @@ class Leader:
             self._group.fail(f"{type(e).__name__}: {e}")
 
 
-class ReplayedRunner(ModelRunner):
-    """A `ModelRunner` whose calls the followers make, too.
+class LeadingRunner(ModelRunner):
+    """A `ModelRunner` whose calls the followers make, too: those of `METHODS`, and errors of `WAITS` end all processes.
+
+    What `KEPT` return is `Shared`.
 
     Args:
         leader: Sends the calls.
         which: The index of ``programs`` among the followers'.
-        programs: As in `ModelRunner`, and so are the further ones.
-        slots: See there.
-        capacity: See there.
-        settings: See there.
-        pages: See there.
+        programs: As in `ModelRunner`.
+        *args: The others of `ModelRunner`.
     """
 
-    def __init__(
-        self,
-        leader: Leader,
-        which: int,
-        programs: Executables,
-        slots: int,
-        capacity: int,
-        settings: Settings,
-        pages: tuple[int, int] | None = None,
-    ):
+    def __init__(self, leader: Leader, which: int, programs: Executables, *args: Any):
         self._leader = leader
-        with leader.keeping(0, NEW, which, slots, capacity, settings, pages) as self._handle:
-            super().__init__(programs, slots, capacity, settings, pages)
+        with leader.call(0, NEW, which, *args) as number:
+            self._handle = leader.handle(number)
+            super().__init__(programs, *args)
 
-    def _call(self, method: str, *args: Any):
-        return self._leader.call(self._handle.number, method, *args)
 
-    def _keeping(self, method: str, *args: Any):
-        return self._leader.keeping(self._handle.number, method, *args)
+def _sent(x: Any) -> Any:
+    """An argument as a message has it."""
+    if isinstance(x, Shared):
+        return Reference(x.handle.number)
+    return tuple(x) if isinstance(x, list) else x
 
-    def reset(self) -> None:
-        """See `ModelRunner`."""
-        with self._call("reset"):
-            super().reset()
 
-    def admit_packed(self, slot: int, admission: Admission) -> None:
-        """See `ModelRunner`."""
-        with self._call("admit_packed", slot, admission):
-            super().admit_packed(slot, admission)
+def _led(method: str) -> Callable[..., Any]:
+    """The leader's form of one of `METHODS`."""
 
-    def prefill(
-        self,
-        slots: Sequence[int],
-        tokens: Sequence[int],
-        size: int,
-        batch: int = 1,
-        drafting: bool = True,
-        media: MediaChunk | None = None,
-    ):
-        """See `ModelRunner`."""
-        with self._call("prefill", tuple(slots), tuple(tokens), size, batch, drafting, media):
-            return super().prefill(slots, tokens, size, batch, drafting, media)
+    @wraps(getattr(ModelRunner, method))
+    def call(self: LeadingRunner, *args: Any, **keywords: Any) -> Any:
+        own = getattr(super(LeadingRunner, self), method)
+        if keywords:
+            bound = signature(own).bind(*args, **keywords)
+            bound.apply_defaults()
+            args = bound.args
+        with self._leader.call(self._handle.number, method, *map(_sent, args)) as number:
+            result = own(*(x.arrays if isinstance(x, Shared) else x for x in args))
+            return Shared(result, self._leader.handle(number)) if method in KEPT else result
 
-    def replay(self, slot: int, blocks: int):
-        """See `ModelRunner`."""
-        with self._call("replay", slot, blocks):
-            return super().replay(slot, blocks)
+    return call
 
-    def score(self, slot: int, tokens: int, size: int, media: MediaChunk | None = None):
-        """See `ModelRunner`."""
-        with self._call("score", slot, tokens, size, media):
-            return super().score(slot, tokens, size, media)
 
-    def decode(self, dispatch: Dispatch):
-        """See `ModelRunner`."""
-        with self._call("decode", dispatch):
-            return super().decode(dispatch)
+def _watched(method: str) -> Callable[..., Any]:
+    """The leader's form of one of `WAITS`."""
 
-    def propose(self, dispatch: Dispatch) -> np.ndarray:
-        """See `ModelRunner`."""
-        with self._call("propose", dispatch):
-            return super().propose(dispatch)
-
-    def verify(self, dispatch: Dispatch, blocks: np.ndarray) -> Shared:
-        """See `ModelRunner`."""
-        with self._keeping("verify", dispatch, blocks) as handle:
-            return Shared(super().verify(dispatch, blocks), handle)
-
-    def finish(
-        self, dispatch: Dispatch, blocks: np.ndarray, allowed: np.ndarray, is_late: np.ndarray, verified: Shared
-    ):
-        """See `ModelRunner`."""
-        with self._call("finish", dispatch, blocks, allowed, is_late, verified.reference):
-            return super().finish(dispatch, blocks, allowed, is_late, verified.arrays)
-
-    def next_token_scores(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `ModelRunner`."""
-        with self._call("next_token_scores"):
-            return super().next_token_scores()
-
-    def set_tables(self, table: np.ndarray, windowed: np.ndarray) -> None:
-        """See `ModelRunner`."""
-        with self._call("set_tables", table, windowed):
-            super().set_tables(table, windowed)
-
-    def save(self, pages: Sequence[int], is_windowed: bool) -> Shared:
-        """See `ModelRunner`."""
-        with self._keeping("save", tuple(pages), is_windowed) as handle:
-            return Shared(super().save(pages, is_windowed), handle)
-
-    def load(self, pages: Sequence[int], segments: Shared, is_windowed: bool) -> None:
-        """See `ModelRunner`."""
-        with self._call("load", tuple(pages), segments.reference, is_windowed):
-            super().load(pages, segments.arrays, is_windowed)
-
-    def snapshot(self, slot: int) -> Shared:
-        """See `ModelRunner`."""
-        with self._keeping("snapshot", slot) as handle:
-            return Shared(super().snapshot(slot), handle)
-
-    def restore(self, slot: int, length: int, snapshot: Shared) -> None:
-        """See `ModelRunner`."""
-        with self._call("restore", slot, length, snapshot.reference):
-            super().restore(slot, length, snapshot.arrays)
-
-    def host_copies(self) -> HostCopies:
-        """See `ModelRunner`."""
-        return ReplayedCopies(self._leader, self._handle, super().host_copies().devices)
-
-    def wait(self, ticket) -> None:
-        """See `ModelRunner`."""
+    @wraps(getattr(ModelRunner, method))
+    def call(self: LeadingRunner, *args: Any) -> Any:
         with self._leader.watched():
-            super().wait(ticket)
+            return getattr(super(LeadingRunner, self), method)(*args)
 
-    def read(self, ticket, logprobs: bool):
-        """See `ModelRunner`."""
-        with self._leader.watched():
-            return super().read(ticket, logprobs)
-
-    def read_scores(self, ticket):
-        """See `ModelRunner`."""
-        with self._leader.watched():
-            return super().read_scores(ticket)
+    return call
 
 
-class ReplayedCopies(HostCopies):
-    """`HostCopies` of every process, each to and from its own memory.
-
-    Args:
-        leader: Sends the calls.
-        runner: The handle of the runner.
-        devices: As in `HostCopies`.
-    """
-
-    def __init__(self, leader: Leader, runner: Handle, devices: int):
-        super().__init__(devices)
-        self._leader, self._runner = leader, runner
-
-    def to_host(self, arrays: Any) -> Any:
-        """See `HostCopies`. A host without memory ends all processes: the others have made their copies."""
-        return self._copied("to_host", super().to_host, arrays)
-
-    def to_device(self, arrays: Any) -> Any:
-        """See `HostCopies`."""
-        return self._copied("to_device", super().to_device, arrays)
-
-    def _copied(self, method: str, copy: Callable[[Any], Any], arrays: Any) -> Any:
-        """A copy of each `Shared` of a tree."""
-
-        def one(shared: Shared) -> Shared:
-            with self._leader.keeping(self._runner.number, method, shared.reference) as handle:
-                return Shared(copy(shared.arrays), handle)
-
-        return jax.tree.map(one, arrays, is_leaf=lambda x: isinstance(x, Shared))
+for _method in METHODS:
+    setattr(LeadingRunner, _method, _led(_method))
+for _method in WAITS:
+    setattr(LeadingRunner, _method, _watched(_method))
 
 
 class Results:
@@ -398,7 +277,7 @@ class Results:
         self._thread.join()
 
     def close(self) -> None:
-        """Ends the thread behind the last of them."""
+        """Ends the thread after the last of them."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -451,9 +330,8 @@ class Follower:
             which, *rest = args
             self._kept[number] = ModelRunner(self._programs[which], *rest)
         elif method in METHODS:
-            target = self._kept[runner]
-            target = target.host_copies() if method in COPIES else target
-            result = getattr(target, method)(*(self._kept[x.number] if type(x) is Reference else x for x in args))
+            known = (self._kept[x.number] if isinstance(x, Reference) else x for x in args)
+            result = getattr(self._kept[runner], method)(*known)
             if method in KEPT:
                 self._kept[number] = result
             return result

@@ -1,4 +1,4 @@
-"""Copies in the host's pinned memory, which the CPU's devices have too."""
+"""The host's memory, and copies in its pinned part, which the CPU's devices have too."""
 
 import os
 
@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.engine import host_copies
-from dflash_jax.engine.host_copies import LIMIT_VARIABLE, HostCopies, allow_pinned_memory, free_memory
+from dflash_jax.engine import memory
+from dflash_jax.engine.memory import LIMIT_VARIABLE, allow_pinned_memory, free_memory
+from dflash_jax.engine.model_runner import ModelRunner
 
 
 def test_what_comes_back_from_the_host_is_the_same_bits_under_the_same_sharding():
     values = jax.random.bits(jax.random.key(0), (3, 5), jnp.uint32)
     arrays = [(jax.lax.bitcast_convert_type(values, jnp.float32), values.astype(jnp.bfloat16)), [jnp.arange(7)]]
-    copies = HostCopies(1)
-    on_host = copies.to_host(arrays)
+    on_host = ModelRunner.to_host(arrays)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(on_host)} == {"pinned_host"}
-    again = copies.to_device(on_host)
+    again = ModelRunner.to_device(on_host)
     for x, y in zip(jax.tree.leaves(arrays), jax.tree.leaves(again), strict=True):
         assert (x.sharding, x.dtype) == (y.sharding, y.dtype)
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
@@ -29,10 +29,10 @@ def test_where_the_host_has_no_memory_there_is_no_copy(monkeypatch):
 
     monkeypatch.setattr(jax, "device_put", fails)
     message = "RESOURCE_EXHAUSTED: Out of host memory"
-    assert HostCopies(1).to_host([jnp.ones(3)]) is None
+    assert ModelRunner.to_host([jnp.ones(3)]) is None
     message = "INTERNAL: another error"
     with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
-        HostCopies(1).to_host([jnp.ones(3)])
+        ModelRunner.to_host([jnp.ones(3)])
 
 
 def test_free_memory_is_within_the_limit_of_the_container(monkeypatch, tmp_path):
@@ -40,7 +40,7 @@ def test_free_memory_is_within_the_limit_of_the_container(monkeypatch, tmp_path)
     assert 0 < free < 2**50
     limit, usage = tmp_path / "max", tmp_path / "current"
     usage.write_text("4096\n")
-    monkeypatch.setattr(host_copies, "CGROUPS", ((str(limit), str(usage)),))
+    monkeypatch.setattr(memory, "CGROUPS", ((str(limit), str(usage)),))
     for text, expected in (("8192\n", 4096), ("1024\n", 0)):
         limit.write_text(text)
         assert free_memory() == expected
