@@ -3,7 +3,7 @@
 import sys
 
 from dflash_jax.cli.convert import main
-from dflash_jax.cli.options import exit_process
+from dflash_jax.process import exit_process
 
 if __name__ == "__main__":
     exit_process(lambda: main(["gguf-to-hf", *sys.argv[1:]]))

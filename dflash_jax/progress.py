@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from os import environ
 from typing import Protocol, Self, TextIO, cast
 
@@ -220,3 +220,8 @@ def step(
         finally:
             is_over.set()
             ticker.join()
+
+
+def starting() -> AbstractContextManager[None]:
+    """Shows on a terminal, at once, that a command starts: for the imports of JAX and of models, which take seconds."""
+    return step("starting", disable=not is_terminal(), delay=0.0)

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
-from dflash_jax.aliases import REQUEST_ALIASES
 from dflash_jax.argument_checks import caller_names, check_fields, has_type, is_text, plain, shown, unknown, wrong
 from dflash_jax.errors import InputError
 from dflash_jax.stop_strings import StopFinder
 
+# The marks of a thought.
+OPEN, CLOSE = "<think>", "</think>"
 # Stop token ids of a request.
 MAX_STOPS = 16
 # Tokens whose logits a request may bias, as in OpenAI's API.
@@ -23,6 +24,13 @@ MAX_CHOICES = 1024
 # Numbers that scale logits or are added to them, and their reciprocals: float32 holds their products with logits and
 # with counts of tokens.
 MAX_FACTOR = 1e30
+# Names of vLLM, SGLang and transformers.
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "sampling_seed": "seed",
+}
 # Parameters of vLLM and transformers that mean nothing else here: the values that are accepted beside None, and why no
 # other is.
 OTHER_PARAMETERS: dict[str, tuple[tuple, str]] = {
@@ -53,7 +61,7 @@ T = TypeVar("T")
 
 def _with_other_names(cls: type[T]) -> type[T]:
     """Lets a dataclass be made with other servers' names; an unknown keyword gets a suggestion."""
-    init, aliases = cls.__init__, {name: alias.dest for alias in REQUEST_ALIASES for name in alias.keywords}
+    init = cls.__init__
 
     @wraps(init)
     def from_keywords(self, *args, **keywords):
@@ -65,7 +73,7 @@ def _with_other_names(cls: type[T]) -> type[T]:
             )
         # Ours first, so that an error names the other.
         for name in sorted(keywords, key=lambda name: name not in cls.__annotations__):
-            dest = name if name in cls.__annotations__ else aliases.get(name)
+            dest = name if name in cls.__annotations__ else OTHER_NAMES.get(name)
             if dest in values:
                 raise InputError(f"{dest} and {name} are one parameter: give one of them")
             if dest in cls.__annotations__:

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 # Modules that read the options of the commands with a server.
-PARSERS = {"serve": "dflash_jax.cli.serve_arguments", "cluster": "dflash_jax.cli.cluster"}
+PARSERS = {"serve": "dflash_jax.options.serve", "cluster": "dflash_jax.cluster.options"}
 TIMEOUT_S = 4
 
 

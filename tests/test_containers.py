@@ -12,8 +12,8 @@ import pytest
 import trustme
 import yaml
 
-from dflash_jax.cli import cluster
-from dflash_jax.cli.serve_arguments import parse
+from dflash_jax.cluster import options as cluster
+from dflash_jax.options.serve import parse
 from dflash_jax.parallel.distributed import LWS_PORT
 from dflash_jax.server.access import OPEN_PATHS
 

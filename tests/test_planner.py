@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.cli.plan import main
-from dflash_jax.cli.system_config import System, read_system
 from dflash_jax.errors import InputError
+from dflash_jax.options.systems import System, read_system
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.planner import make_plan, read_shapes

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax import progress
-from dflash_jax.cli import options
 
 
 class Terminal(io.StringIO):
@@ -114,7 +113,7 @@ def test_a_terminal_without_columns_and_a_closed_stderr(monkeypatch):
 @pytest.mark.parametrize("err", [Terminal, io.StringIO], indirect=True)
 def test_the_start_of_a_command_shows_at_once_on_a_terminal_alone(err):
     progress.enable()
-    with options.starting():
+    with progress.starting():
         shown = err.getvalue()
     assert ("starting" in shown) == err.isatty()
     assert err.isatty() or not err.getvalue()

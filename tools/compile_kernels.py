@@ -12,9 +12,9 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.ops.card import SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton.launch import PTX_VERSION, Launch, launching
+from dflash_jax.options.systems import read_system
 from dflash_jax.planner import abstract_pair, read_shapes
 from tools.compile_report import shorten
 

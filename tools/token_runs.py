@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.config import EngineConfig, speculations_of
@@ -25,6 +24,7 @@ from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import DrafterWrapper, Proposal
+from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.planner import Shapes, read_shapes
 from dflash_jax.sampling_params import SamplingParams

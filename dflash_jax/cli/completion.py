@@ -6,9 +6,9 @@ zsh, once: dflash completion zsh > ~/.dflash.zsh && echo "source ~/.dflash.zsh" 
 
 import argparse
 from collections.abc import Iterator
-from importlib import import_module
 
-from dflash_jax.cli.options import Parser, exit_code, program
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.process import exit_code
 
 # Completing runs nothing of this package: all words are in the script.
 SCRIPT = """{head}_dflash() {{
@@ -45,11 +45,6 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
-def _parser_of(command: str) -> argparse.ArgumentParser:
-    modules = {"generate": "arguments", "serve": "serve_arguments"}
-    return import_module(f"dflash_jax.cli.{modules.get(command, command)}").make_parser()
-
-
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """The options of a parser, and of its subcommands, that --help shows; and positional choices."""
     for action in parser._actions:
@@ -63,14 +58,14 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def script(shell: str) -> str:
     """The script for "bash" or "zsh"."""
-    from dflash_jax.cli.main import COMMANDS
+    from dflash_jax.cli.main import COMMANDS, module_of
     from dflash_jax.cli.train import make_parser as training
 
     values: dict[str, dict[str, None]] = {}
     options = []
     for command in COMMANDS:
         words = {}
-        actions = list(_actions(_parser_of(command)))
+        actions = list(_actions(module_of(command).make_parser()))
         if command == "train":
             actions += [a for each in actions[0].choices or () for a in _actions(training(each))]
         for action in actions:

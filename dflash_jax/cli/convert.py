@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dflash_jax import progress
-from dflash_jax.cli.options import Parser, exit_code, program
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.process import exit_code
 
 
 def _add(commands, name: str, run: Callable[[argparse.Namespace], int], help: str, more: str = "", **paths: str):

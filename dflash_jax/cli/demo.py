@@ -4,16 +4,13 @@ import argparse
 import sys
 
 from dflash_jax.cli.draft_marks import draft_marks
-from dflash_jax.cli.options import (
-    Parser,
-    add_platform,
-    exit_code,
-    program,
-    set_platform,
-    smollm2_or_bundled,
-    starting,
-)
 from dflash_jax.errors import InputError
+from dflash_jax.options.generate import GenerateOptions
+from dflash_jax.options.option import add_options
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.parallel.devices import set_platform
+from dflash_jax.process import exit_code
+from dflash_jax.progress import starting
 
 # Answered correctly and briefly by greedy decoding, and well drafted: 2.3 tokens a round of 4.
 QUESTION = "Write a Python function that checks whether a string is a palindrome."
@@ -32,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--prompt", metavar="TEXT", help=f"the question (default: {QUESTION})")
     p.add_argument("--bundled", action="store_true", help="the bundled pair, which continues Python: no download")
-    add_platform(p)
+    add_options(p, GenerateOptions, ("platform", "kernels"), group="options")
     return p
 
 
@@ -49,7 +46,7 @@ def write(text: str) -> None:
 
 def open_pair(is_bundled: bool, kernels: str):
     """The `LLM` of the demo, and whether it is the bundled pair."""
-    from dflash_jax.checkpoint.smollm2 import NAME
+    from dflash_jax.checkpoint.smollm2 import NAME, smollm2_or_bundled
     from dflash_jax.frontend.llm import LLM
 
     target = None

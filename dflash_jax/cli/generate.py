@@ -7,21 +7,61 @@ import sys
 from collections import Counter
 
 from dflash_jax import progress
-from dflash_jax.cli.arguments import make_parser, read_prompts
 from dflash_jax.cli.draft_marks import draft_marks
-from dflash_jax.cli.options import (
-    MEDIA_OPTIONS,
-    exit_code,
-    llm_options,
-    set_platform,
-    starting,
-    take_model,
-    with_config,
-)
 from dflash_jax.errors import InputError
+from dflash_jax.options.generate import make_parser
+from dflash_jax.options.shared import take_model
+from dflash_jax.options.systems import llm_keywords, with_config
+from dflash_jax.parallel.devices import set_platform
+from dflash_jax.process import exit_code
+from dflash_jax.progress import starting
 
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
 SHORTEST_S = 1e-4
+
+
+def read_stdin() -> str:
+    """The prompt on stdin."""
+    if sys.stdin is None:
+        raise InputError("--prompt - reads stdin, and stdin is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise InputError("stdin is not UTF-8 text") from None
+
+
+def read_prompts(args) -> list[str | list[int]]:
+    """The prompts that the arguments or stdin give: texts, or token ids.
+
+    Raises:
+        InputError: A prompt cannot be read, or there is none.
+    """
+    prompts: list = []
+    for prompt in args.prompt:
+        prompts.append(read_stdin() if prompt == "-" else prompt)
+        # What is not UTF-8 comes as lone surrogates.
+        if any("\ud800" <= c <= "\udfff" for c in prompts[-1]):
+            raise InputError("a prompt is not UTF-8 text")
+    for name in args.prompt_file:
+        try:
+            with open(name, encoding="utf-8") as file:
+                prompts.append(file.read())
+        except OSError as e:
+            raise InputError(f"prompt file {name} cannot be read: {e.strerror}") from None
+        except UnicodeDecodeError:
+            raise InputError(f"prompt file {name} is not UTF-8 text") from None
+    prompts += args.prompt_ids
+    if not prompts:
+        raise InputError("no prompt: give --prompt, --prompt-file or --prompt-ids")
+    if any(p == "" for p in prompts):
+        raise InputError("a prompt is empty: it must have at least one token")
+    if args.chat and args.prompt_ids:
+        raise InputError("--prompt-ids are not chat messages: leave out --chat, or give --prompt")
+    if (args.image or args.video) and (len(prompts) > 1 or args.prompt_ids):
+        raise InputError("--image and --video belong to one prompt of text: give one --prompt or --prompt-file")
+    if not (args.chat or args.image or args.video) and (args.system is not None or args.thinking is not None):
+        raise InputError("--system, --thinking and --no-thinking need --chat")
+    return prompts
 
 
 def covered(spans) -> float:
@@ -212,9 +252,11 @@ def run(args, system) -> int:
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
     )
-    # A single prompt has no other prompt to share a prefix with.
-    media = {name: getattr(args, name) for name in MEDIA_OPTIONS}
-    llm = LLM.unloaded(**llm_options(args, system), **media, prefix_bytes=None if len(prompts) > 1 else 0)
+    keywords = llm_keywords(args, system)
+    if len(prompts) == 1 and args.prefix_bytes is None:
+        # It has no other prompt to share a prefix with.
+        keywords["prefix_bytes"] = 0
+    llm = LLM.unloaded(**keywords)
     prompts = prepared(llm, prompts, params, args)
     llm.load()
     with llm.leading() as leads:

@@ -8,6 +8,7 @@ import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from dflash_jax import __version__
@@ -26,6 +27,11 @@ COMMANDS = {
     "convert": "checkpoints between Hugging Face, Orbax and GGUF",
     "completion": "what makes bash or zsh complete commands and options",
 }
+
+
+def module_of(command: str) -> ModuleType:
+    """The module of a command, which has its ``main`` and ``make_parser``."""
+    return import_module("dflash_jax.cluster.command" if command == "cluster" else f"dflash_jax.cli.{command}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         name, *rest = *rest, "--help"
     if name in COMMANDS:
-        return import_module(f"dflash_jax.cli.{name}").main(rest)
+        return module_of(name).main(rest)
     if name.startswith("-"):
         # --help and --version exit; what remains is no option. Its value may be a token.
         parser.parse_known_args([name])
@@ -78,6 +84,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """The console command `dflash`: `main` as this process."""
-    from dflash_jax.cli.options import exit_process
+    from dflash_jax.process import exit_process
 
     exit_process(main)

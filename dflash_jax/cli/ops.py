@@ -10,13 +10,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dflash_jax.cli.options import Parser, exit_code, program
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import VisionConfig
 from dflash_jax.ops.card import CHOICES, Card
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.devices import DEVICES, device_of_text
 from dflash_jax.planner import Shapes, abstract_pair, read_shapes
+from dflash_jax.process import exit_code
 
 if TYPE_CHECKING:
     from dflash_jax.ops.backend import Backend, Choice

@@ -12,10 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from dflash_jax.argument_checks import suggestion
-from dflash_jax.cli.aliases import AddDraft
 from dflash_jax.cli.plan_changes import Change, Request, changes
-from dflash_jax.cli.system_config import System, read_system, repositories, system_of
 from dflash_jax.errors import InputError
+from dflash_jax.options.generate import GenerateOptions
+from dflash_jax.options.option import Add, add_options
+from dflash_jax.options.others import add_aliases, take_aliases
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.options.systems import System, read_system, repositories, system_of
 from dflash_jax.parallel.devices import DEVICES, Device, device_name, device_of_text
 from dflash_jax.planner import USABLE, read_shapes
 
@@ -112,9 +115,6 @@ def table(requests: dict[str, Request], plans: dict[str, dict]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    from dflash_jax.cli.aliases import add_aliases
-    from dflash_jax.cli.options import Parser, add_overrides, program
-
     p = Parser(prog=program("plan"), description=__doc__, allow_abbrev=False)
     p.add_argument("model", nargs="?", metavar="MODEL", help="a name of configs/, or what --target takes")
     p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
@@ -125,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--draft",
-        action=AddDraft,
+        action=Add,
         metavar="DIR|REPO|mtp|none",
         help="default: the config's, or the repository's; else none",
     )
@@ -143,7 +143,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--devices", type=int, metavar="N", help="how many of the device (default: 1; this machine's: all)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the config's, else float32 on a CPU, bfloat16 elsewhere")
-    p.add_argument("--quantize", choices=["none", "int8", "fp8"])
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="tokens of a slot (default: %(default)s)")
     p.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
     p.add_argument(
@@ -151,11 +150,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--acceptance-length", type=float, metavar="A", help="default: 6, or the block size below that")
     p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
-    p.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
-    p.add_argument("--language-model-only", action="store_true", help="without the vision tower: text only")
-    add_overrides(p)
+    names = ("quantize", "draft_window_size", "language_model_only", "hf_overrides")
+    add_options(p, GenerateOptions, names, group="options")
     p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
-    add_aliases(p)
+    add_aliases(p, GenerateOptions)
     return p
 
 
@@ -358,8 +356,7 @@ def run(args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    from dflash_jax.cli.aliases import take_aliases
-    from dflash_jax.cli.options import exit_code
+    from dflash_jax.process import exit_code
 
     def command() -> int:
         args = make_parser().parse_args(argv)

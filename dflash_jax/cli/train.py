@@ -8,12 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.aliases import add_aliases, take_aliases
-from dflash_jax.cli.options import Parser, exit_code, program, set_platform, starting
 from dflash_jax.errors import InputError
-from dflash_jax.parallel.devices import mesh_for
+from dflash_jax.options.generate import GenerateOptions
+from dflash_jax.options.option import add_options
+from dflash_jax.options.others import add_aliases, take_aliases
+from dflash_jax.options.parser import Parser, program
+from dflash_jax.options.train import FIELDS, TrainConfig, checked, read_toml
+from dflash_jax.parallel.devices import mesh_for, set_platform
+from dflash_jax.process import exit_code
+from dflash_jax.progress import starting
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.training.config import FIELDS, TrainConfig, checked, read_toml
 
 # A run that was stopped and may go on: EX_TEMPFAIL of sysexits.h.
 TRY_AGAIN = 75
@@ -97,18 +101,9 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
     p.add_argument("--distributed", action="store_true", help="several processes as one")
-    shown = options_of(command) if command is not None else []
-    for name, f in FIELDS.items():
-        kind, many = f.metadata["kind"], isinstance(f.default, tuple)
-        flag, text = "--" + name.replace("_", "-"), f.metadata["help"].replace("%", "%%")
-        if f.default is not None and not many:
-            text += f" (default: {f.default})"
-        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        if many:
-            options["nargs"] = "+"
-        text = text if name in shown else argparse.SUPPRESS
-        p.add_argument(flag, dest=name, default=None, help=text, **options)
-    add_aliases(p)
+    shown = options_of(command) if command is not None else ()
+    add_options(p, TrainConfig, is_unset=True, shown=shown)
+    add_aliases(p, GenerateOptions)
     return p
 
 

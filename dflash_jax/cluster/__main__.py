@@ -1,7 +1,7 @@
-"""``python -m dflash_jax.cluster``: replicas behind one address. See `dflash_jax.cli.cluster`."""
+"""``python -m dflash_jax.cluster``: replicas behind one address. See `dflash_jax.cluster.command`."""
 
-from dflash_jax.cli.cluster import main
-from dflash_jax.cli.options import exit_process
+from dflash_jax.cluster.command import main
+from dflash_jax.process import exit_process
 
 if __name__ == "__main__":
     exit_process(main)

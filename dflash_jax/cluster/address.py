@@ -10,10 +10,10 @@ from typing import Any
 
 import uvicorn
 
-from dflash_jax.cli.serve import allow_connections, allowed_hosts, http_config, set_logging
 from dflash_jax.cluster.ingress import Ingress
-from dflash_jax.server import transport
+from dflash_jax.server import cors, transport
 from dflash_jax.server.connections import ConnectionLimits
+from dflash_jax.server.launch import allow_connections, allowed_hosts, http_config, set_logging
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.response_store import ResponseStore
 
@@ -38,7 +38,8 @@ class AddressServer:
         self._uds, self._listening = args.uds, transport.listen(args.host, args.port, args.uds)
         self.url = transport.url(self._listening, tls is not None)
         limits = Limits(media_body_bytes=args.max_media_body)
-        origins = () if args.cors is None else args.cors.origins
+        rules = cors.of_arguments(args)
+        origins = () if rules is None else rules.origins
         self.ingress = Ingress(secret, args.api_keys, allowed_hosts(args), limits, args.wait_s, origins)
         self._store = ResponseStore(args.response_store)
         app = transport.UnderPath(self.ingress, args.root_path) if args.root_path else self.ingress

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from dflash_jax.cli import cluster as options
+from dflash_jax.cluster import options
 from dflash_jax.cluster.address import AddressServer
 from dflash_jax.cluster.hosts import HostGroup
 from dflash_jax.cluster.replica import ReplicaServer

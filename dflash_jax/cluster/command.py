@@ -12,10 +12,13 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
-from dflash_jax.cli.options import leave
-from dflash_jax.cli.serve import check_extra, name_model, set_logging, warn_of_open_access
+from dflash_jax.cluster.options import make_parser, parse
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.server import transport
+from dflash_jax.process import exit_code, leave
+from dflash_jax.server import cors, transport
+from dflash_jax.server.launch import check_extra, name_model, set_logging, warn_of_open_access
+
+__all__ = ["main", "make_parser"]
 
 log = logging.getLogger("dflash_jax.cluster")
 
@@ -72,6 +75,7 @@ def run(args: Namespace, system) -> NoReturn:
     check_extra()
     if find_spec("ray") is None:
         raise InputError('the cluster needs its extra: pip install "dflash-jax[ray]"')
+    cors.of_arguments(args)
     if args.address is None:
         _check_address(args)
     warn_of_open_access(args)
@@ -171,3 +175,8 @@ def _within(seconds: float, work: Callable) -> None:
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return exit_code(lambda: run(*parse(argv)))

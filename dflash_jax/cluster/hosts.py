@@ -13,6 +13,7 @@ from dflash_jax.cluster.replica import ReplicaServer
 from dflash_jax.errors import EngineError
 from dflash_jax.parallel.group import end_process
 from dflash_jax.server import transport
+from dflash_jax.server.launch import load, set_logging
 
 # Seconds between two looks at the first host, and until one without an answer counts as lost.
 LOOK_S, LOST_S = 1.0, 30.0
@@ -76,8 +77,6 @@ class Host:
 
     def follow(self, coordinator: str, count: int, index: int) -> None:
         """Makes the calls of the first process until it ends."""
-        from dflash_jax.cli.serve import load, set_logging
-
         set_logging(self._args)
         self._join(coordinator, count, index)
         with load(self._args, self._system).leading():

@@ -7,12 +7,12 @@ import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 
-from dflash_jax.cli.serve import Runner, allow_connections, around, assemble, http_config, load, set_logging
 from dflash_jax.cluster.member import Member, SharedResponses
 from dflash_jax.errors import EngineError
-from dflash_jax.server import transport
+from dflash_jax.server import cors, transport
 from dflash_jax.server.app import build
 from dflash_jax.server.connections import ConnectionLimits
+from dflash_jax.server.launch import Runner, allow_connections, around, assemble, http_config, load, set_logging
 from dflash_jax.server.tracing import Tracer
 
 access_log = logging.getLogger("dflash_jax.access")
@@ -51,7 +51,8 @@ class ReplicaServer:
         self.serving.response_store = SharedResponses(args.response_store, call)
         self._tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
         # The ingress checks the Host header.
-        app = around(build(self.serving, args.api_keys, None, args.cors), self.serving, args, self._tracer)
+        app = build(self.serving, args.api_keys, None, cors.of_arguments(args))
+        app = around(app, self.serving, args, self._tracer)
         limits = ConnectionLimits(connections=allow_connections(args.max_connections))
         config = http_config(Member(app, secret), limits)
         self._runner = Runner(config, self.serving, args.drain_s, False, args.warm_up == "full")

@@ -66,6 +66,8 @@ def speculations_of(*block_sizes: Sequence[int]) -> tuple[Speculation, ...]:
     return (NO_DRAFTER, *(sorted(alone) if len(drafters) > 1 else ()), Speculation(1), *sorted(drafting))
 
 
+# Batch sizes of a data shard that programs are compiled for.
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILL_SIZES = (16, 64, 256, 1024)
 # On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, since both read every expert; where a kernel
 # keeps attention's scores out of memory, chunks are larger. A TPU computes every expert for every token.

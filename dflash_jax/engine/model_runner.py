@@ -14,7 +14,7 @@ from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
 from dflash_jax.engine import steps
-from dflash_jax.engine.config import COPIED_PAGES, RECOMPUTE, Speculation
+from dflash_jax.engine.config import BATCH_SIZES, COPIED_PAGES, RECOMPUTE, Speculation
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks, round_settings
 from dflash_jax.engine.memory import LIMIT_VARIABLE, PINNED, on_device
 from dflash_jax.engine.request import Request
@@ -23,9 +23,6 @@ from dflash_jax.errors import EngineError
 from dflash_jax.ops.cache import KVCache, page_size
 
 log = logging.getLogger("dflash_jax")
-
-# Batch sizes of a data shard that programs are compiled for.
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class ModelRunner:

@@ -4,57 +4,60 @@ import argparse
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
+from inspect import Parameter, Signature
 from typing import Any
 
-from dflash_jax.aliases import (
-    ALIASES,
+from dflash_jax.argument_checks import check_type, hints_of, nearest, plain, shown, unknown, wrong
+from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import LLMConfig
+from dflash_jax.options.option import Alias, aliases_of, options_of
+from dflash_jax.options.others import FLAGS, SECRETS, is_neutral
+from dflash_jax.options.readers import (
     SPECULATIVE_KEYS,
-    Alias,
     check_speculative_config,
     check_speculative_flags,
     drafted,
     json_object,
 )
-from dflash_jax.argument_checks import check_type, hints_of, nearest, plain, shown, unknown, wrong
-from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm_config import LLMConfig
-from dflash_jax.frontend.other_flags import NOTHING, REFUSED, SECRETS, is_neutral, read_word
+from dflash_jax.options.serve import ServeOptions
 from dflash_jax.sampling_params import SamplingParams
 
 log = logging.getLogger("dflash_jax")
 
 DEFAULTS = {field.name: field.default for field in fields(LLMConfig)}
-# Options of the commands that have another name in the library.
-RENAMED = {"override_generation_config": "sampling_defaults", "default_chat_template_kwargs": "chat_template_kwargs"}
-# Each name, and whether the flag is its negation.
-KEYWORDS = {k: (alias, f"--no-{k.replace('_', '-')}" in alias.names) for alias in ALIASES for k in alias.keywords}
-KEYWORDS |= {dest: (Alias(dest, ()), False) for dest in RENAMED}
-OTHERS = {
-    name[2:].replace("-", "_"): (group.reason, group in REFUSED, word)
-    for group in (*NOTHING, *REFUSED)
-    for word in group.words.split()
-    for name in read_word(word)[0]
-    if name.startswith("--")
+OPTIONS = options_of(ServeOptions)
+# Other names, and whether the flag is the keyword's negation; our own flags where a field has another name.
+KEYWORDS = {name: (alias, negated) for alias in aliases_of(ServeOptions) for name, negated in alias.keywords.items()}
+KEYWORDS |= {
+    keyword: (Alias(str(option.flag), dest=name), False)
+    for name, option in OPTIONS.items()
+    for keyword in Alias(option.flag or "").keywords
+    if keyword != name
 }
+OTHERS = {name[2:].replace("-", "_"): flag for flag in FLAGS for name in flag.names if name.startswith("--")}
 AXES = ("tensor_parallel", "data_parallel")
 # Far more than any machine has.
 MAX_DEVICES = 2**20
 # Fields that a keyword may set.
-FLAGS = ("speculative_algorithm", "speculative_num_steps")
-TARGETS = {*DEFAULTS, *AXES, *FLAGS, "speculative_config"}
-ACCEPTED = [
-    *DEFAULTS,
-    *(name for name, (alias, _) in KEYWORDS.items() if RENAMED.get(alias.dest, alias.dest) in TARGETS),
-]
-SERVER_ONLY = {alias.dest for alias in ALIASES} | {"max_num_batched_tokens", "max_logprobs", "served_model_name"}
+SPECULATIVE = ("speculative_algorithm", "speculative_num_steps")
+TARGETS = {*DEFAULTS, *AXES, *SPECULATIVE, "speculative_config"}
+ACCEPTED = [*DEFAULTS, *(name for name, (alias, _) in KEYWORDS.items() if alias.dest in TARGETS)]
 
 
-def with_other_names(given: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def signature() -> Signature:
+    """The signature of `LLM`."""
+    parameters = []
+    for name, default in DEFAULTS.items():
+        kind = Parameter.POSITIONAL_OR_KEYWORD if name in ("target", "draft") else Parameter.KEYWORD_ONLY
+        parameters.append(Parameter(name, kind, default=default, annotation=hints_of(LLMConfig)[name]))
+    return Signature([*parameters, Parameter("other_names", Parameter.VAR_KEYWORD)])
+
+
+def with_other_names(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The fields of `LLMConfig` that keywords give, and the names under which errors show them.
 
     Args:
-        given: Every field of `LLMConfig` by its name.
-        others: Keywords that are not fields.
+        keywords: Fields of `LLMConfig`, under their own names and under others.
 
     Returns:
         Every field; and by field, the caller's name where that is another.
@@ -62,11 +65,12 @@ def with_other_names(given: Mapping[str, Any], others: Mapping[str, Any]) -> tup
     Raises:
         InputError: A keyword is unknown, is refused, or is given beside another of the same meaning.
     """
-    given = {name: plain(value) for name, value in given.items()}
+    given = {name: plain(keywords.get(name, default)) for name, default in DEFAULTS.items()}
+    others = {name: plain(value) for name, value in keywords.items() if name not in DEFAULTS}
     result, givers, names, axes, flags = dict(given), {}, {}, {}, {}
     for name, value in others.items():
-        for field, (setting, shown_as) in _read(name, plain(value)).items():
-            if field in FLAGS:
+        for field, (setting, shown_as) in _read(name, value).items():
+            if field in SPECULATIVE:
                 flags[field] = setting
                 continue
             target = "mesh" if field in AXES else field
@@ -78,7 +82,7 @@ def with_other_names(given: Mapping[str, Any], others: Mapping[str, Any]) -> tup
     if axes:
         result["mesh"] = ",".join(f"{axis.removesuffix('_parallel')}={n}" for axis, n in sorted(axes.items()))
     if flags:
-        method, steps = map(flags.get, FLAGS)
+        method, steps = map(flags.get, SPECULATIVE)
         result |= check_speculative_flags(method, steps, result["draft"], result["max_block_size"])
     return result, names
 
@@ -89,52 +93,52 @@ def _read(name: str, value: Any) -> dict[str, tuple[Any, str]]:
         _check_other(name, value)
         return {}
     alias, is_negated = KEYWORDS[name]
-    field = RENAMED.get(alias.dest, alias.dest)
+    field = str(alias.dest)
     if field not in TARGETS:
-        raise InputError(f"LLM has no argument {name!r}: dflash serve has --{alias.dest.replace('_', '-')}")
+        raise InputError(f"LLM has no argument {name!r}: dflash serve has --{field.replace('_', '-')}")
     if value is None:
         return {}
     if alias.const is not None:
         check_type(name, value, bool)
         return {field: (alias.const, name)} if value is not is_negated else {}
-    if alias.type is json_object:
+    if alias.read is json_object:
         check_type(name, value, dict)
         keys = SPECULATIVE_KEYS
         return {
             field: (setting, f"{name}: {keys[field]}")
             for field, setting in check_speculative_config(value, name).items()
         }
-    if alias.type is None or alias.type in (int, drafted):
-        check_type(name, value, hints_of(LLMConfig)[field] if alias.type is None else int)
+    if alias.read is None or alias.read in (int, drafted):
+        check_type(name, value, hints_of(LLMConfig)[field] if alias.read is None else int)
         if field in AXES and not 1 <= value <= MAX_DEVICES:
             raise wrong(name, value, f"1 to {MAX_DEVICES}")
-        return {field: (value + 1, f"{name} + 1") if alias.type is drafted else (value, name)}
+        return {field: (value + 1, f"{name} + 1") if alias.read is drafted else (value, name)}
     check_type(name, value, str)
     try:
-        setting = alias.type(value)
+        setting = alias.read(value)
     except argparse.ArgumentTypeError as e:
         raise InputError(f"{name}: {e}") from None
-    return {field: (setting, name)} if setting is not None and field in (*DEFAULTS, *FLAGS) else {}
+    return {field: (setting, name)} if setting is not None and field in (*DEFAULTS, *SPECULATIVE) else {}
 
 
 def _check_other(name: str, value: Any) -> None:
     """Raises InputError for a keyword that is unknown or asks for what there is not."""
-    if name in SERVER_ONLY:
-        raise InputError(f"LLM has no argument {name!r}: dflash serve has --{name.replace('_', '-')}")
+    if name in OPTIONS:
+        raise InputError(f"LLM has no argument {name!r}: dflash serve has {OPTIONS[name].flag}")
     if name not in OTHERS:
         near = nearest(name, [*ACCEPTED, *SamplingParams.__annotations__])
         if near and near[0] not in ACCEPTED:
             raise InputError(f"LLM has no argument {name!r}: SamplingParams has {near[0]}")
         raise unknown("LLM", name, ACCEPTED)
-    reason, is_refused, word = OTHERS[name]
-    _, is_on, _, neutral = read_word(word)
-    if not is_refused:
-        log.info("%s needs nothing here: %s", name, reason)
-    elif value is not None and not (
-        value is is_on if neutral is None else is_neutral(_word(value), neutral) or value in ((), [], {}, False)
-    ):
-        flag = f"--{name.replace('_', '-')}"
-        raise InputError(f"{name}{'' if flag in SECRETS else f' is {shown(value)}'}: that is refused, {reason}")
+    flag = OTHERS[name]
+    if not flag.is_refused:
+        log.info("%s needs nothing here: %s", name, flag.reason)
+        return
+    if value is None or (value is flag.is_on and flag.neutral is None):
+        return
+    if flag.neutral is None or not (is_neutral(_word(value), flag.neutral) or value in ((), [], {}, False)):
+        said = f" is {shown(value)}" if SECRETS.isdisjoint(flag.names) else ""
+        raise InputError(f"{name}{said}: that is refused, {flag.reason}")
 
 
 def _word(value: Any) -> str:

@@ -17,7 +17,7 @@ from dflash_jax import __version__
 from dflash_jax.argument_checks import caller_names, check_type
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.compile_cache import cache_directory, enable_disk_cache
-from dflash_jax.engine.config import BlockSize, Speculation, speculations_of
+from dflash_jax.engine.config import Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -28,7 +28,7 @@ from dflash_jax.engine.round_costs import NO_RECORD, CostRecord, RoundCosts, pla
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
-from dflash_jax.frontend.keywords import with_other_names
+from dflash_jax.frontend.keywords import signature, with_other_names
 from dflash_jax.frontend.llm_config import Draft, LLMConfig
 from dflash_jax.frontend.loading import (
     Checkpoint,
@@ -46,7 +46,6 @@ from dflash_jax.models.drafting import Drafting, DraftWindow, check_complete, to
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.cache import page_size
 from dflash_jax.parallel.group import joined
-from dflash_jax.parallel.sharding import Layout
 
 log = logging.getLogger("dflash_jax")
 
@@ -54,8 +53,9 @@ log = logging.getLogger("dflash_jax")
 class LLM(Generation):
     """A target model and its drafter, ready to generate.
 
-    The arguments are those of `LLMConfig`, which documents each. The names of vLLM and SGLang are accepted, too:
-    ``model``, ``tensor_parallel_size``, ``max_model_len`` and others (see "For vLLM and SGLang users").
+    The arguments are those of `LLMConfig`, the options that the commands have, too: docs/flags.md lists them. The names
+    of vLLM and SGLang are accepted, too: ``model``, ``tensor_parallel_size``, ``max_model_len`` and others (see "For
+    vLLM and SGLang users").
 
     Attributes:
         config: The target's `ModelConfig`.
@@ -79,47 +79,12 @@ class LLM(Generation):
         InputError: A value is wrong, or files do not fit together.
     """
 
+    __signature__ = signature()
+
     def __init__(
-        self,
-        target: str | Path | None = None,
-        draft: Draft | Sequence[Draft] | None = "auto",
-        *,
-        dtype: str | None = None,
-        block_size: BlockSize = "auto",
-        max_block_size: int | None = None,
-        slots: int = 32,
-        prefix_bytes: int | None = None,
-        prefix_host_bytes: int | None = None,
-        swap_space: float | None = None,
-        mem_fraction: float = 0.9,
-        draft_window_size: int | None = None,
-        draft_sink_size: int = 0,
-        reproducible: bool = False,
-        max_len: int | None = None,
-        mesh: str | Layout = "",
-        decode_context_parallel_size: int = 1,
-        quantize: str | None = None,
-        draft_tokens: str | Path | None = "auto",
-        tokenizer: str | Path | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict | None = None,
-        revision: str | None = None,
-        draft_revision: str | None = None,
-        download_dir: str | Path | None = None,
-        hf_overrides: dict | None = None,
-        generation_config: str | Path = "auto",
-        sampling_defaults: dict | None = None,
-        kernels: str = "auto",
-        seed: int | None = None,
-        language_model_only: bool = False,
-        limit_mm_per_prompt: dict | None = None,
-        media_cache_bytes: int = 2**28,
-        allowed_media_domains: list[str] | None = None,
-        allowed_local_media_path: str | Path | None = None,
-        **other_names: Any,
+        self, target: str | Path | None = None, draft: Draft | Sequence[Draft] | None = "auto", **keywords: Any
     ):
-        arguments = locals()
-        self._open({field.name: arguments[field.name] for field in fields(LLMConfig)}, other_names)
+        self._open({"target": target, "draft": draft, **keywords})
         self.load()
 
     @classmethod
@@ -130,13 +95,12 @@ class LLM(Generation):
         before anything takes long.
         """
         llm = cls.__new__(cls)
-        values = {field.name: keywords.pop(field.name, field.default) for field in fields(LLMConfig)}
-        llm._open(values, keywords)
+        llm._open(keywords)
         return llm
 
-    def _open(self, values: dict[str, Any], other_names: dict[str, Any]) -> None:
+    def _open(self, keywords: dict[str, Any]) -> None:
         """Checks the keywords, and reads what is not weights."""
-        values, names = with_other_names(values, other_names)
+        values, names = with_other_names(keywords)
         with caller_names(names):
             given = LLMConfig(**values)
             enable_disk_cache()

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-OPEN, CLOSE = "<think>", "</think>"
+from dflash_jax.sampling_params import CLOSE, OPEN
 
 
 class ThoughtTokens:

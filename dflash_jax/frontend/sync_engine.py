@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from dflash_jax.engine.config import BATCH_SIZES
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.engine.router import EventRouter, Message
 from dflash_jax.errors import EngineError
 from dflash_jax.frontend.sequence import TextSequence

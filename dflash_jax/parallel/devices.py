@@ -1,11 +1,17 @@
-"""Accelerators by name: memory and bandwidth, for plans and for choosing a system's mesh."""
+"""Accelerators by name, for plans and for choosing a system's mesh; the platform of this process."""
 
 import argparse
+import platform as python_platform
 import re
+import shutil
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from dflash_jax.argument_checks import suggestion
 from dflash_jax.errors import InputError
+from dflash_jax.ops.kernels.triton import launch
 
 
 @dataclass(frozen=True)
@@ -97,3 +103,33 @@ def check_meshes(meshes, where: str) -> None:
     for machine, mesh in meshes.items():
         if not machine.rpartition("x")[2].isdecimal() or not isinstance(mesh, str):
             raise InputError(f'{where}: mesh {machine} = {mesh!r} must be like b200x8 = "tensor=8"')
+
+
+def set_platform(platform: str | None) -> str:
+    """Chooses the platform, and returns a description of its first device."""
+    import jax
+
+    if platform:
+        jax.config.update("jax_platforms", platform)
+    try:
+        device = jax.devices(platform)[0]
+    except (RuntimeError, AssertionError) as e:
+        reason = (str(e) or "JAX has no support for it here").splitlines()[0]
+        raise InputError(f"platform {platform or 'default'!r} is not there: {reason}") from None
+    return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform
+
+
+def versions() -> str:
+    """Versions of Python, JAX and the GPU's driver, on which figures depend."""
+    found = [f"Python {python_platform.python_version()}"]
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    for assembler in launch.assemblers()[:1]:
+        found += [f"ptxas {release}"] if (release := launch.release_of(assembler)) else []
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout.split()
+            found += [f"driver {said[0]}"] if said else []
+    return ", ".join(found)

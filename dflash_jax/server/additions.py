@@ -25,6 +25,18 @@ class Additions:
     incremental: bool = False
     request_ids: bool = False
 
+    @classmethod
+    def of_arguments(cls, args) -> "Additions":
+        """The additions that the flags describe."""
+        at_the_end = "at the end" if args.stream_response_default_include_usage else "as asked"
+        return cls(
+            "always" if args.enable_force_include_usage else at_the_end,
+            bool(args.enable_per_request_metrics),
+            bool(args.return_tokens_as_token_ids),
+            bool(args.incremental_streaming_output),
+            bool(args.enable_request_id_headers),
+        )
+
     def stream_options(self, given: "StreamOptions") -> "StreamOptions":
         """A request's stream options with ``stream_usage`` applied."""
         if self.stream_usage == "as asked":

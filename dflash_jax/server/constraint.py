@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.frontend.reasoning import CLOSE, OPEN
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.sampling_params import CLOSE, OPEN
 from dflash_jax.server.grammar_walk import GrammarTokens
 
 # Longest schema, regular expression or grammar, in characters.

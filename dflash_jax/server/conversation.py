@@ -7,10 +7,11 @@ from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.messages import call_arguments
-from dflash_jax.frontend.reasoning import CLOSE, OPEN, ReasoningSplitter, is_cut_in_thought, is_open
+from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, is_open
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.media.parts import MediaPart
+from dflash_jax.sampling_params import CLOSE, OPEN
 from dflash_jax.server import chat_schema, resume
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError

@@ -40,15 +40,6 @@ class Cors:
         )
 
 
-def add_arguments(group) -> None:
-    """Adds the flags to an argument parser."""
-    text = "of which pages may use the server, such as https://app.example, or * (default: of none but its own)"
-    group.add_argument("--allowed-origins", nargs="+", metavar="ORIGIN", help=text)
-    group.add_argument("--allowed-methods", nargs="+", metavar="METHOD", help="of such pages (default: all)")
-    group.add_argument("--allowed-headers", nargs="+", metavar="HEADER", help="of such pages (default: all)")
-    group.add_argument("--allow-credentials", action="store_true", help="cookies of such pages, too")
-
-
 def of_arguments(args) -> Cors | None:
     """The rules that the flags describe; None without ``--allowed-origins``.
 

@@ -9,9 +9,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.frontend.reasoning import CLOSE, ThoughtTokens
+from dflash_jax.frontend.reasoning import ThoughtTokens
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.media.parts import MediaPart
+from dflash_jax.sampling_params import CLOSE
 from dflash_jax.server import native_schema, prepare, request_id
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text

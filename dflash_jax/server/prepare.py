@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.reasoning import CLOSE, OPEN, open_thought
+from dflash_jax.frontend.reasoning import open_thought
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.sampling_params import CLOSE, OPEN, SamplingParams
 from dflash_jax.server import schema
 from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError

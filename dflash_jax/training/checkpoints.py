@@ -19,8 +19,8 @@ from etils import epath
 from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import write_json
 from dflash_jax.errors import InputError
+from dflash_jax.options.train import TrainConfig, differences
 from dflash_jax.parallel import distributed
-from dflash_jax.training.config import TrainConfig, differences
 
 # Orbax logs what its threads raise with their stacks. It raises it as well.
 logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)

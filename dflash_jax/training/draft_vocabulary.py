@@ -11,8 +11,8 @@ from dflash_jax.checkpoint.load import check_target
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.loading import DRAFT_TOKENS
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel import distributed
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import frequent_tokens, learned_counts
 from dflash_jax.training.media import without_media
 from dflash_jax.training.pair import read_rows

@@ -20,8 +20,8 @@ from dflash_jax.models.families import dflash, mtp
 from dflash_jax.models.layers import Attention
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.options.train import FIELDS, TrainConfig
 from dflash_jax.parallel.sharding import parameter_paths
-from dflash_jax.training.config import FIELDS, TrainConfig
 
 MASK = "<|mask|>"
 # Places of a block that an MTP head is trained for, by default and at most.

@@ -19,8 +19,8 @@ from dflash_jax.frontend.media import by_kind
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.prompts import Prompt
 from dflash_jax.models.drafting import DrafterWrapper
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.conversations import at_line, conversation_of, directory_of, split_conversation
 from dflash_jax.training.tokenising import read_lines
 

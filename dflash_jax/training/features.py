@@ -15,9 +15,9 @@ from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import write_json
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import DATA, Layout, place
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.media_rows import with_media

@@ -20,9 +20,9 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import unpack_weights
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.training import drafters
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows, check_learnable, read_documents
 from dflash_jax.training.media import Placer, placer
 from dflash_jax.training.tokenising import Skipped

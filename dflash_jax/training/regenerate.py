@@ -14,9 +14,9 @@ from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.media import by_kind
 from dflash_jax.frontend.prompts import Prompt
 from dflash_jax.media.parts import MediaPart
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.progress import bar as progress_bar
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.conversations import (
     DIRECTORY,
     at_line,

@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from dflash_jax import progress
 from dflash_jax.errors import InputError
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import DATA, place
 from dflash_jax.training import drafters
 from dflash_jax.training.checkpoints import Checkpoints
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import batches, frequent_tokens
 from dflash_jax.training.evaluation import acceptance_by_temperature, held_out_digest, read_held_out
 from dflash_jax.training.features import FeatureRows

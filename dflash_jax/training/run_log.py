@@ -13,8 +13,8 @@ import numpy as np
 
 from dflash_jax.checkpoint.files import writing
 from dflash_jax.errors import InputError
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel import distributed
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Sums
 
 

@@ -25,12 +25,15 @@ import jax
 
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.ops.backend import Backend
-from dflash_jax.parallel.devices import device_name
+from dflash_jax.options.generate import GenerateOptions
+from dflash_jax.options.option import add_options
+from dflash_jax.options.parser import Parser
+from dflash_jax.parallel.devices import device_name, set_platform, versions
+from dflash_jax.process import exit_code
 from tools.decode.bench import Bench, measured_bandwidth
 from tools.decode.pair import Point, experts_used, grid, groups, in_fp8, layout_of, open_pair, parameters, shapes_of
 
@@ -248,7 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
     p.add_argument("--quantize", choices=["int8", "fp8"])
     p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
-    add_platform(p)
+    add_options(p, GenerateOptions, ("platform", "kernels"), group="options")
     p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")
     p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
     p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")

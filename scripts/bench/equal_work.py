@@ -10,11 +10,12 @@ import json
 from pathlib import Path
 from statistics import mean
 
-from dflash_jax.cli.options import Parser, exit_code
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.models.config import ModelConfig, MoeSpec
+from dflash_jax.options.parser import Parser
+from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import read_shapes
+from dflash_jax.process import exit_code
 from tools.decode.pair import experts_used
 
 ROOT = Path(__file__).parents[2]

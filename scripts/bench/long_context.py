@@ -25,7 +25,6 @@ import jax
 import numpy as np
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.decoding.state import is_kv_cache
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -33,6 +32,8 @@ from dflash_jax.engine.request import Request
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafting import DraftWindow, together
 from dflash_jax.models.packing import unpack_weights
+from dflash_jax.options.parser import Parser
+from dflash_jax.process import exit_code
 from dflash_jax.training.corpus import standard_library
 from tools.bundled_pair import with_positions
 from tools.equality import TIE

@@ -11,8 +11,9 @@ import csv
 import sys
 from pathlib import Path
 
-from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
+from dflash_jax.options.parser import Parser
+from dflash_jax.process import exit_code
 
 # Lines of the log that a point is the mean of.
 WINDOW = 10

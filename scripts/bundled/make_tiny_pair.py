@@ -32,9 +32,9 @@ from dflash_jax.frontend.llm import LLM
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash, qwen3_5
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training import run
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.corpus import conversations, standard_library, windows
 from dflash_jax.training.evaluation import (
     acceptance,

@@ -11,8 +11,9 @@ import argparse
 import json
 import sys
 
-from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
+from dflash_jax.options.parser import Parser
+from dflash_jax.process import exit_code
 
 PROMPTS = [
     "The capital of France is",

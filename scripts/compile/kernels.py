@@ -15,9 +15,11 @@ import sys
 from pathlib import Path
 
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.cli.options import Parser, exit_code, versions
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import SHARED_MEMORY, Card
+from dflash_jax.options.parser import Parser
+from dflash_jax.parallel.devices import versions
+from dflash_jax.process import exit_code
 from tools.compile_kernels import SYSTEMS, compiled, digest, launches, over_limit, prepare
 
 CARDS = (80, 89, 90, 100, 120)

@@ -14,12 +14,13 @@ import sys
 from dataclasses import replace
 
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.cli.options import Parser, exit_code
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
+from dflash_jax.options.parser import Parser
+from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import abstract_pair, read_shapes
+from dflash_jax.process import exit_code
 from tools.compile_report import backend_of, measure, prepare, shorten, topology
 
 

@@ -11,11 +11,12 @@ import argparse
 import json
 import sys
 
-from dflash_jax.cli.options import Parser, exit_code
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
+from dflash_jax.options.parser import Parser
+from dflash_jax.options.systems import read_system
 from dflash_jax.planner import read_shapes
+from dflash_jax.process import exit_code
 from tools import compile_report as report
 
 

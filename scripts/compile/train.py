@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 
 from dflash_jax import planner
-from dflash_jax.cli.options import Parser, exit_code
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
+from dflash_jax.options.parser import Parser
+from dflash_jax.options.systems import read_system
+from dflash_jax.options.train import TrainConfig, read_toml
 from dflash_jax.parallel.devices import DEVICES, mesh_for
 from dflash_jax.planner import read_shapes
-from dflash_jax.training.config import TrainConfig, read_toml
+from dflash_jax.process import exit_code
 from tools import compile_report as report
 
 ROOT = Path(__file__).parents[2]

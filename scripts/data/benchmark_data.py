@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
+from dflash_jax.options.parser import Parser
+from dflash_jax.process import exit_code
 
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"

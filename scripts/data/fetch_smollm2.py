@@ -12,8 +12,9 @@ from pathlib import Path
 
 from dflash_jax.checkpoint.gguf import DTYPE_NAMES, convert
 from dflash_jax.checkpoint.smollm2 import DRAFTER, fetch_gguf
-from dflash_jax.cli.options import Parser, exit_code, exit_process
 from dflash_jax.errors import InputError
+from dflash_jax.options.parser import Parser
+from dflash_jax.process import exit_code, exit_process
 
 
 def run(argv: list[str] | None) -> int:

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
+from dflash_jax.options.parser import Parser
+from dflash_jax.process import exit_code
 from dflash_jax.training.corpus import function_heads, sources, standard_library
 
 HELD_OUT = 40

@@ -200,8 +200,8 @@ class Server:
 
 def translated(args) -> list[str]:
     """The other server's command line without what is about its machine. Skips the test where our server refuses it."""
-    from dflash_jax.cli.serve_arguments import parse
     from dflash_jax.errors import InputError
+    from dflash_jax.options.serve import parse
 
     given, left = list(args), []
     while given:

@@ -24,9 +24,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_jax.cli.options import Parser, exit_code, versions
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.options.parser import Parser
+from dflash_jax.parallel.devices import versions
+from dflash_jax.process import exit_code
 
 HERE = Path(__file__).parent
 DEFAULTS = (None, TINY / "target", TINY / "draft")

@@ -1,23 +1,38 @@
-"""Writes docs/flags.md: every flag of vLLM and SGLang that the server knows, and what it does here.
+"""Writes docs/flags.md: all options, every flag of vLLM and SGLang that the server knows, and what it does here.
 
     python scripts/pages/flag_table.py
 
-The page is made of `dflash_jax.aliases` and `dflash_jax.frontend.other_flags`; a test holds it to them.
+The page is made of the options of `dflash_jax.options`; a test holds it to them.
 """
 
 import argparse
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
-from dflash_jax.aliases import ALIASES
-from dflash_jax.frontend.other_flags import NOTHING, REFUSED, read_word
+from dflash_jax.options.option import Option, aliases_of, options_of
+from dflash_jax.options.others import FLAGS, Flag
+from dflash_jax.options.serve import ServeOptions
+from dflash_jax.options.shared import CommandOptions, LLMOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+OPTIONS = options_of(ServeOptions)
 INTRODUCTION = """\
-# Flags of vLLM and SGLang
+# Options, and flags of vLLM and SGLang
 
-Made by `python scripts/pages/flag_table.py` from the server's own tables; do not edit. The flags are those of vLLM 0.33
-and SGLang 0.5.23. Dotted flags, such as `--compilation-config.mode`, are not known. Flags may be written with
-underscores. The common ones are on one page with the Python API: [For vLLM and SGLang users](vllm_and_sglang.md).
+Made by `python scripts/pages/flag_table.py` from the options themselves; do not edit. The flags of other servers are
+those of vLLM 0.33 and SGLang 0.5.23. Dotted flags, such as `--compilation-config.mode`, are not known. Flags may be
+written with underscores. The common ones are on one page with the Python API:
+[For vLLM and SGLang users](vllm_and_sglang.md).
+"""
+SHARED = """
+## Options of the library and the commands
+
+Keywords of `LLM`, keys of a system's TOML, and flags of `generate`, `serve`, `batch` and `cluster`: the flag
+`--max-len` is the keyword and the key `max_len`.
+"""
+OF_SERVE = """
+## Options of serve, batch and cluster
 """
 
 
@@ -25,49 +40,67 @@ def code(text: str) -> str:
     return f"`{text}`"
 
 
-def split(word: str) -> tuple[list[str], str]:
-    """The names of a word of a `Group`, and the values that it accepts as a page says them."""
-    names, is_on, _, neutral = read_word(word)
-    if neutral is None:
-        return names, "on only" if is_on else "off only"
-    return names, " or ".join(map(code, neutral)) if neutral else "`none` only"
+def accepted(flag: Flag) -> str:
+    """The values that a flag accepts, as the page says them."""
+    if flag.neutral is None:
+        return "on only" if flag.is_on else "off only"
+    return " or ".join(map(code, flag.neutral)) if flag.neutral else "`none` only"
+
+
+def item(option: Option) -> str:
+    """An option as an item of a list."""
+    forms = [] if option.flag is None else [code(f"{option.flag} {option.metavar or ''}".strip())]
+    if option.flag is None or option.flag[2:].replace("-", "_") != option.name:
+        forms.append(f"{code(option.name)} of `LLM`")
+    values = f" ({', '.join(map(str, option.choices))})" if option.choices else ""
+    return f"- {', '.join(forms)}{values}: {option.help.replace('*', chr(92) + '*').replace('<', '&lt;')}"
+
+
+def options() -> list[str]:
+    shared, commands = options_of(LLMOptions), options_of(CommandOptions)
+    own = [each for name, each in OPTIONS.items() if name not in shared and name not in commands]
+    return [SHARED, *map(item, shared.values()), OF_SERVE, *map(item, own)]
 
 
 def with_an_effect() -> list[str]:
     lines = ["", "## Flags with an effect", "", "| flag | option here |", "| --- | --- |"]
-    for alias in ALIASES:
-        option = "--" + alias.dest.replace("_", "-")
+    for alias in aliases_of(ServeOptions):
         value = "" if alias.const is None else f" {str(alias.const).lower()}"
-        special = {"--tensor-parallel": "--mesh tensor=N", "--data-parallel": "--mesh data=N"}
-        special |= {"--speculative-config": "--draft, --draft-revision and the largest block, from JSON"}
-        special |= {"--speculative-algorithm": "DFLASH, or --draft mtp by NEXTN, EAGLE, mtp and vLLM's names of it"}
-        special |= {"--speculative-num-steps": "--max-block-size of an MTP head; DFlash takes 1"}
-        special |= {"--reasoning-config": "must name `<think>` and `</think>`"}
-        here = special.get(option, option + value)
-        lines.append(f"| {', '.join(map(code, alias.names))} | {code(here) if here.startswith('--mesh') else here} |")
+        here = alias.means or f"{OPTIONS[alias.option].flag}{value}"
+        lines.append(f"| {', '.join(map(code, alias.flags))} | {here} |")
     return lines
+
+
+def groups(is_refused: bool) -> Iterable[tuple[str, list[Flag]]]:
+    """The flags that are refused, or need nothing, by their reason."""
+    flags = [flag for flag in FLAGS if flag.is_refused == is_refused]
+    return ((reason, list(group)) for reason, group in groupby(flags, key=lambda flag: flag.reason))
+
+
+def heading(reason: str) -> list[str]:
+    return ["", f"### {reason[0].upper()}{reason[1:]}", ""]
 
 
 def without_effect() -> list[str]:
     lines = ["", "## Flags that need nothing here", "", "Any value is accepted. A line in the log gives the reason."]
-    for group in NOTHING:
-        names = sorted({name for word in group.words.split() for name in split(word)[0]})
-        lines += ["", f"### {group.reason[0].upper()}{group.reason[1:]}", "", ", ".join(map(code, names))]
+    for reason, group in groups(is_refused=False):
+        names = sorted({name for flag in group for name in flag.names})
+        lines += [*heading(reason), ", ".join(map(code, names))]
     return lines
 
 
 def refused() -> list[str]:
     text = "These could change memory, numbers or text. The values below change nothing and are accepted; any other is"
     lines = ["", "## Flags that are refused", "", text, "an error that gives the reason."]
-    for group in REFUSED:
-        lines += ["", f"### {group.reason[0].upper()}{group.reason[1:]}", "", "| flag | accepted |", "| --- | --- |"]
-        rows = [split(word) for word in group.words.split()]
-        lines += [f"| {', '.join(map(code, names))} | {values} |" for names, values in sorted(rows)]
+    for reason, group in groups(is_refused=True):
+        rows = sorted((list(flag.names), accepted(flag)) for flag in group)
+        lines += [*heading(reason), "| flag | accepted |", "| --- | --- |"]
+        lines += [f"| {', '.join(map(code, names))} | {values} |" for names, values in rows]
     return lines
 
 
 def page() -> str:
-    return INTRODUCTION + "\n".join([*with_an_effect(), *without_effect(), *refused()]) + "\n"
+    return INTRODUCTION + "\n".join([*options(), *with_an_effect(), *without_effect(), *refused()]) + "\n"
 
 
 if __name__ == "__main__":

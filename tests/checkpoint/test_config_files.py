@@ -5,9 +5,9 @@ import json
 import pytest
 
 from dflash_jax.checkpoint.config_files import MAX_TOML_BYTES, read_raw
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.training.config import read_toml
+from dflash_jax.options.systems import read_system
+from dflash_jax.options.train import read_toml
 
 
 @pytest.mark.parametrize("read", [read_system, read_toml])

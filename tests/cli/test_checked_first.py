@@ -49,7 +49,7 @@ WRONG = {
         (["--generation-config", MISSING], MISSING),
         (["--override-generation-config", '{"temprature": 1}'], "temprature"),
         (["--mesh", "tensor=64"], "needs 64 devices"),
-        (["--slots", "999"], "slots is 999"),
+        (["--slots", "999"], "--slots 999"),
         (["--dtype", "float16"], "float16"),
         (["--root-path", "x"], "--root-path x"),
         (["--drain-s", "-1"], "--drain-s -1"),

@@ -11,10 +11,10 @@ import pytest
 import dflash_jax
 from dflash_jax.checkpoint.config_files import CONFIGS, find_config
 from dflash_jax.cli import main as cli
-from dflash_jax.cli.options import program
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.training.config import read_toml
+from dflash_jax.options.parser import program
+from dflash_jax.options.systems import read_system
+from dflash_jax.options.train import read_toml
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,7 +200,9 @@ def test_the_wheel_has_every_config():
     shipped = {path for pattern in tables["package-data"]["dflash_jax"] for path in package.glob(pattern)}
     wanted = {CONFIGS / p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.*") if p.is_file()}
     assert {CONFIGS / "qwen3.6-35b-a3b.toml", CONFIGS / "hf" / "Qwen3-Coder-Next.json"} <= wanted
-    assert {package / "py.typed", *wanted} <= shipped
+    data = {path for path in package.rglob("*.toml") if CONFIGS not in path.parents}
+    assert {package / "options" / "other_flags.toml", package / "server" / "neutral_fields.toml"} <= data
+    assert {package / "py.typed", *wanted, *data} <= shipped
 
 
 def test_distributions_have_the_package_whole_and_nothing_beside_it(tmp_path):

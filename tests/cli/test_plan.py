@@ -167,7 +167,7 @@ original_max_position_embeddings = 32768
 
 def test_every_published_repository_is_a_model(capsys):
     """A repository's plan is that of its system, drafter included; capitals do not matter."""
-    from dflash_jax.cli.system_config import read_system
+    from dflash_jax.options.systems import read_system
 
     for path in sorted(CONFIGS.glob("*.toml")):
         options = read_system(path).options

@@ -16,11 +16,11 @@ import httpx
 import psutil
 import pytest
 
-from dflash_jax.cli.cluster import main, parse
-from dflash_jax.cli.serve import http_config
 from dflash_jax.cluster import app, command
+from dflash_jax.cluster.options import parse
 from dflash_jax.errors import InputError
 from dflash_jax.server.connections import ConnectionLimits
+from dflash_jax.server.launch import http_config
 from tests.server.conftest import wait_until
 
 BODY = {"prompt": "def clamp(value, low, high):\n    ", "max_tokens": 160, "ignore_eos": True, "stream": True}
@@ -34,7 +34,7 @@ RAY = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 def test_command_without_ray_names_the_extra(capsys):
-    assert main(["--port", "0"]) == 2
+    assert command.main(["--port", "0"]) == 2
     assert 'pip install "dflash-jax[ray]"' in capsys.readouterr().err
 
 

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from dflash_jax.cli.cluster import parse
 from dflash_jax.cluster import hosts
+from dflash_jax.cluster.options import parse
 from dflash_jax.errors import EngineError
 
 

@@ -8,7 +8,7 @@ import sys
 import httpx
 import pytest
 
-from dflash_jax.cli.main import COMMANDS
+from dflash_jax.cli.main import COMMANDS, module_of
 from dflash_jax.errors import InputError
 from tests.docs.pages import PAGES, ROOT, blocks, commands
 
@@ -39,10 +39,9 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, request, tmp_path, monke
 
 def parse(command: str, words: list[str]) -> None:
     if command == "serve":
-        importlib.import_module("dflash_jax.cli.serve_arguments").parse(words)
+        importlib.import_module("dflash_jax.options.serve").parse(words)
         return
-    where = "arguments" if command == "generate" else command
-    importlib.import_module(f"dflash_jax.cli.{where}").make_parser().parse_args(words)
+    module_of(command).make_parser().parse_args(words)
 
 
 def check_script(path: str, words: list[str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, InputError
-from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.options.serve import parse
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "unsupported.md").read_text(encoding="utf-8")

@@ -9,10 +9,9 @@ from hashlib import blake2b
 import numpy as np
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
-from dflash_jax.engine.config import EngineConfig, speculations_of
+from dflash_jax.engine.config import BATCH_SIZES, EngineConfig, speculations_of
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine import vision_encoder
 from dflash_jax.engine.vision_encoder import SIZES, OutputCache, VisionEncoder, blocks_of_call, workspace
 from dflash_jax.errors import InputError
 from dflash_jax.models.vision import frame_arrays
+from dflash_jax.options.systems import read_system
 from dflash_jax.planner import read_shapes
 from tests.helpers import HIDDEN, VISION, random_tower, whole_pass
 

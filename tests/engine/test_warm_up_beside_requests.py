@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
+from dflash_jax.engine.config import BATCH_SIZES, NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import WarmUp
 from tests import tiny

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.argument_checks import caller_names, has_type, hints_of
-from dflash_jax.frontend.keywords import DEFAULTS, KEYWORDS, OTHERS, with_other_names
+from dflash_jax.frontend.keywords import KEYWORDS, OTHERS, with_other_names
 from dflash_jax.frontend.llm_config import LLMConfig
 from tests.odd_values import HUGE, ODD, SURROGATE, refusal
 
@@ -140,10 +140,10 @@ def test_misspelt_and_double_arguments_are_named(call, message):
 @pytest.mark.parametrize("name", [*CONFIG, *KEYWORDS, *OTHERS, "device_map", "torch_dtype", "queue", "port"])
 def test_a_suggested_keyword_is_one_that_the_llm_accepts(name):
     with pytest.raises(InputError) as error:
-        with_other_names(DEFAULTS, {f"{name}_": None})
+        with_other_names({f"{name}_": None})
     suggestion = re.search(r"did you mean (\w+)\?", str(error.value))
-    if suggestion and suggestion[1] not in DEFAULTS:
-        with_other_names(DEFAULTS, {suggestion[1]: None if KEYWORDS[suggestion[1]][0].const is None else False})
+    if suggestion and suggestion[1] not in CONFIG:
+        with_other_names({suggestion[1]: None if KEYWORDS[suggestion[1]][0].const is None else False})
     assert len(str(error.value)) < 160
 
 
@@ -186,9 +186,9 @@ def test_an_odd_value_of_a_sampling_parameter_is_refused_or_runs(name, llm):
         refusal(lambda value=value: llm.generate("def f(", SamplingParams(**{"max_tokens": 2, name: value})))
 
 
-def configuration(own, others) -> LLMConfig:
+def configuration(keywords) -> LLMConfig:
     """What `LLM` makes of its keywords, with their names in errors."""
-    values, names = with_other_names(own, others)
+    values, names = with_other_names(keywords)
     with caller_names(names):
         return LLMConfig(**values)
 
@@ -196,8 +196,7 @@ def configuration(own, others) -> LLMConfig:
 @pytest.mark.parametrize("name", [*CONFIG, *KEYWORDS, *OTHERS])
 def test_an_odd_value_of_a_keyword_is_refused_or_read(name):
     for value in ODD:
-        own = DEFAULTS | ({name: value} if name in DEFAULTS else {})
-        message = refusal(lambda own=own, value=value: configuration(own, {} if name in DEFAULTS else {name: value}))
+        message = refusal(lambda value=value: configuration({name: value}))
         assert message is None or message.startswith((name, f"LLM has no argument {name!r}"))
 
 

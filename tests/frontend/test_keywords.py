@@ -80,7 +80,7 @@ def test_an_error_names_the_keyword_that_the_caller_gave(keywords, message):
     ],
 )
 def test_names_of_vllm_and_sglang_for_the_mtp_head(keywords, block):
-    settings = with_other_names(DEFAULTS, keywords)[0]
+    settings = with_other_names(keywords)[0]
     assert (settings["draft"], settings["max_block_size"]) == ("mtp", block)
 
 
@@ -89,7 +89,7 @@ def test_values_of_numpy_are_those_of_python():
     keywords |= {"max_num_seqs": np.int64(4), "enable_lora": np.bool_(False), "spec_tokens": np.int64(7)}
     keywords |= {"speculative_config": {"draft_tensor_parallel_size": np.int64(1)}}
     own = {name: keywords.pop(name, value) for name, value in DEFAULTS.items()} | {"reproducible": np.bool_(True)}
-    config = LLMConfig(**with_other_names(own, keywords)[0])
+    config = LLMConfig(**with_other_names(own | keywords)[0])
     assert config == LLMConfig(prefix_bytes=0, seed=3, slots=4, max_block_size=8, reproducible=True)
     assert (type(config.seed), type(config.reproducible)) == (int, bool)
 

@@ -15,7 +15,7 @@ def test_fields_are_the_keywords_of_the_llm():
     keywords = {name: p.default for name, p in inspect.signature(LLM).parameters.items() if name != "other_names"}
     assert {field.name: field.default for field in fields(LLMConfig)} == keywords
     documented = LLMConfig.__doc__.partition("Attributes:")[2]
-    assert all(f"\n        {name}: " in documented for name in keywords)
+    assert all(f"\n    {name}: " in documented for name in keywords)
 
 
 def test_llm_config_is_frozen():

@@ -35,10 +35,8 @@ NAMES = {
 
 def configuration(*given, **keywords) -> LLMConfig:
     """What `LLM` makes of its arguments, without loading anything."""
-    own = {field.name: field.default for field in fields(LLMConfig)}
-    own |= dict(zip(own, given, strict=False))
-    own |= {name: keywords.pop(name) for name in list(keywords) if name in own}
-    config, _ = with_other_names(own, keywords)
+    names = [field.name for field in fields(LLMConfig)]
+    config, _ = with_other_names(dict(zip(names, given, strict=False)) | keywords)
     # A drafter's revision is of a repo; the bundled drafter is a directory, which is checked when it is read.
     return LLMConfig(**config | {"dtype": None if config["dtype"] == "auto" else config["dtype"]})
 

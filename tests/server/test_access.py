@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.errors import InputError
+from dflash_jax.options.serve import parse
 from dflash_jax.server.access import OPEN_PATHS, Access, default_hosts
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving

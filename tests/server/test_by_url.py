@@ -11,9 +11,9 @@ import pytest
 from dflash_jax.cli import batch, train
 from dflash_jax.errors import InputError
 from dflash_jax.frontend import servers
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training import regenerate as regeneration
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.regenerate import regenerate
 from dflash_jax.training.remote import RemoteTarget
 from tests.server.conftest import NAME, wait_until

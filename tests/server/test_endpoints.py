@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from dflash_jax import SamplingParams
-from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.errors import InputError
+from dflash_jax.options.serve import parse
 from dflash_jax.server.control import Probe
-from dflash_jax.server.cors import Cors
+from dflash_jax.server.cors import Cors, of_arguments
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, NAME, OFF, Running, alone, started
 
@@ -348,7 +348,7 @@ def test_other_origins_are_let_in_by_name_only(llm, quiet):
 
 def test_origins_of_the_command_line():
     def cors(*argv):
-        return parse(list(argv))[0].cors
+        return of_arguments(parse(list(argv))[0])
 
     assert cors() is None
     assert cors("--allowed-origins", "https://a.example", "http://b:80").origins == ("https://a.example", "http://b:80")

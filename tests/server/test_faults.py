@@ -14,9 +14,9 @@ import httpx
 import pytest
 import uvicorn
 
-from dflash_jax.cli.serve import Runner
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.server.app import build
+from dflash_jax.server.launch import Runner
 from dflash_jax.server.serving import Serving
 from tests.cli.test_serve import serving
 from tests.helpers import without_kernels_line

@@ -54,14 +54,14 @@ def test_neutral_values_are_taken_and_no_others(path, name):
 @pytest.mark.parametrize(
     ("allowed", "value", "is_neutral"),
     [
-        (neutral_fields.FALSE, False, True),
-        (neutral_fields.FALSE, 0, False),
-        (neutral_fields.ZERO, False, False),
-        (neutral_fields.ONE, 1.0, True),
-        (neutral_fields.ONE, True, False),
-        (neutral_fields.NUMBER, True, False),
-        (neutral_fields.NULL, None, True),
-        (neutral_fields.NO_ITEMS, {}, False),
+        ((False,), False, True),
+        ((False,), 0, False),
+        ((0,), False, False),
+        ((1,), 1.0, True),
+        ((1,), True, False),
+        ((int, float), True, False),
+        ((), None, True),
+        (([],), {}, False),
     ],
 )
 def test_values_are_told_apart_by_kind(allowed, value, is_neutral):

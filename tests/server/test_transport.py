@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 import trustme
 
-from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.errors import InputError
+from dflash_jax.options.serve import parse
 from dflash_jax.server.transport import close, listen, tls_context
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 from dflash_jax.training import run
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import InputError
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.training import checkpoints
 from dflash_jax.training.checkpoints import RECORD, SEAL, Checkpoints
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.locks import locked
 
 RAW = {"block_size": 4}

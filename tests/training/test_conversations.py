@@ -8,7 +8,7 @@ import pytest
 from dflash_jax import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.training.config import TrainConfig
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.training.conversations import (
     DIRECTORY,
     conversation_of,

@@ -13,7 +13,7 @@ from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import DraftLayerSpec
 from dflash_jax.models.families import dflash
-from dflash_jax.training.config import TrainConfig
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.training.drafters import copy_layers, export, raw_config
 from tests.families import family_config
 from tests.helpers import random_decoder, random_drafter, tiny_draft_config

@@ -19,9 +19,9 @@ from dflash_jax.frontend import llm as llm_module
 from dflash_jax.models.cache import init_cache
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.ops.backend import XLA
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training import run
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.conversations import DIRECTORY, directory_of, split_conversation
 from dflash_jax.training.data import PackedRows, read_documents
 from dflash_jax.training.evaluation import read_held_out

@@ -11,8 +11,8 @@ import pytest
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.drafting import TargetHeads
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.training import run
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.drafters import MAX_MTP_BLOCK_SIZE, raw_config
 from dflash_jax.training.losses import Head, Loss
 from dflash_jax.training.recurrence import step_states

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 from dflash_jax import InputError
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.training import run, run_log
-from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.run_log import Trackers, check_tracker_packages
 
 

@@ -22,9 +22,9 @@ from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.cli.train import main, make_parser, read_config
 from dflash_jax.models.families import dflash
+from dflash_jax.options.train import TrainConfig, read_toml
 from dflash_jax.training import checkpoints, features, run
 from dflash_jax.training import regenerate as regeneration
-from dflash_jax.training.config import TrainConfig, read_toml
 from dflash_jax.training.data import read_documents
 from dflash_jax.training.evaluation import Acceptance
 from dflash_jax.training.locks import locked
@@ -461,8 +461,8 @@ def test_features_of_another_target_are_refused(config, tmp_path):
         (["fit", "--data", "no.jsonl"], "no.jsonl cannot be read"),
         (["fit", "--rows", "3", "--accumulate", "2"], "cannot be divided into 2"),
         (["fit", "--anchors", "5000"], "anchors 5000"),
-        (["fit", "--loss", "x"], "loss 'x'"),
-        (["fit", "--optimizer", "sgd"], "optimizer 'sgd'"),
+        (["fit", "--loss", "x"], "--loss: invalid choice: 'x'"),
+        (["fit", "--optimizer", "sgd"], "--optimizer: invalid choice: 'sgd'"),
         (["fit", "--taps", "9"], "taps target layers [9]"),
         (["fit", "--sequence-length", "9000"], "8192 positions"),
         (["fit", "--mask-token-id", "600"], "mask_token_id 600"),

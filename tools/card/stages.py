@@ -77,7 +77,7 @@ def machine(args) -> Cases:
     def described() -> dict:
         import jax
 
-        from dflash_jax.cli.options import versions
+        from dflash_jax.parallel.devices import versions
 
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")

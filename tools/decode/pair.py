@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -18,6 +17,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.planner import Shapes, Slot, abstract_pair, measure_slot, read_shapes
 from tools.compile_report import shorten

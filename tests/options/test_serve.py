@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
 from dflash_jax.checkpoint import smollm2
-from dflash_jax.cli.aliases import READ_APART
-from dflash_jax.cli.arguments import make_parser as make_generate_parser
-from dflash_jax.cli.serve import follows, load
-from dflash_jax.cli.serve_arguments import make_parser, parse
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
-from dflash_jax.frontend.other_flags import NOTHING, REFUSED, read_word
+from dflash_jax.options.generate import make_parser as make_generate_parser
+from dflash_jax.options.option import aliases_of
+from dflash_jax.options.others import FLAGS
+from dflash_jax.options.readers import JSON_CHARACTERS, JSON_DEPTH
+from dflash_jax.options.serve import ServeOptions, make_parser, parse
 from dflash_jax.parallel import distributed
 from dflash_jax.server.additions import Additions
+from dflash_jax.server.launch import follows, load
 
 VLLM = [
     "some/model",
@@ -124,7 +124,7 @@ ALIASED = [
     (["--enable-deterministic-inference"], "reproducible", True),
     (["--device", "cuda"], "platform", "cuda"),
     (["--sampling-defaults", "openai"], "generation_config", "vllm"),
-    (["--preferred-sampling-params", '{"top_k": 3}'], "override_generation_config", {"top_k": 3}),
+    (["--preferred-sampling-params", '{"top_k": 3}'], "sampling_defaults", {"top_k": 3}),
     (["--tokenizer-path", "t"], "tokenizer", "t"),
     (["--fastapi-root-path", "/api/"], "root_path", "/api"),
     (["--shutdown-timeout", "5"], "drain_s", 5.0),
@@ -164,20 +164,21 @@ ADDED = [
 
 @pytest.mark.parametrize(("options", "added"), ADDED, ids=str)
 def test_what_answers_hold_without_being_asked(options, added):
-    assert parse(options)[0].additions == added
+    assert Additions.of_arguments(parse(options)[0]) == added
 
 
 def test_every_alias_leads_to_an_option():
     known = {a.dest for a in make_parser()._actions if a.help != "==SUPPRESS=="}
-    assert {READ_APART.get(alias.dest, alias.dest) for alias in ALIASES} <= known
+    assert {alias.option for alias in aliases_of(ServeOptions)} <= known
 
 
-def flags(group):
-    """(name, whether on is neutral, neutral values or None for a switch) of every flag of a group."""
-    for word in group.words.split():
-        names, is_on, _, values = read_word(word)
-        for name in names:
-            yield name, is_on, values
+def by_reason(is_refused: bool) -> dict:
+    """The flags that are refused, or need nothing, by their reason."""
+    flags = [flag for flag in FLAGS if flag.is_refused == is_refused]
+    return {flag.reason: [other for other in flags if other.reason == flag.reason] for flag in flags}
+
+
+NOTHING, REFUSED = by_reason(False), by_reason(True)
 
 
 @pytest.fixture(scope="module")
@@ -185,22 +186,23 @@ def parser():
     return make_parser()
 
 
-@pytest.mark.parametrize("group", NOTHING, ids=lambda group: group.reason[:30])
-def test_a_flag_that_needs_nothing_is_named_as_it_was_typed(group, parser):
+@pytest.mark.parametrize("reason", NOTHING, ids=lambda reason: reason[:30])
+def test_a_flag_that_needs_nothing_is_named_as_it_was_typed(reason, parser):
     plain = vars(parser.parse_args([]))
-    for name, _, values in flags(group):
+    for name, values in ((name, flag.neutral) for flag in NOTHING[reason] for name in flag.names):
         given = vars(parser.parse_args([name] if values is None else [name, "7"]))
-        assert given.pop("notices") == (f"{name} needs nothing here: {group.reason}",)
+        assert given.pop("notices") == (f"{name} needs nothing here: {reason}",)
         assert given == plain
 
 
-@pytest.mark.parametrize("group", REFUSED, ids=lambda group: group.reason[:30])
-def test_a_flag_that_would_change_something_takes_neutral_values_only(group, parser):
+@pytest.mark.parametrize("reason", REFUSED, ids=lambda reason: reason[:30])
+def test_a_flag_that_would_change_something_takes_neutral_values_only(reason, parser):
     plain = vars(parser.parse_args([]))
-    for name, is_on, values in flags(group):
+    for flag, name in ((each, name) for each in REFUSED[reason] for name in each.names):
+        values = flag.neutral
         if values is None:
             good, bad = [f"--no-{name[2:]}"], [name]
-            good, bad = (bad, good) if is_on else (good, bad)
+            good, bad = (bad, good) if flag.is_on else (good, bad)
         else:
             good, bad = [name, next(iter(values), "none")], [name, "7.5x"]
         if name.startswith("--") or values is not None:
@@ -247,6 +249,8 @@ WRONG = [
     (["--log-requests-level", "2"], "--log-requests-level 2 is refused: .*--log-prompts"),
     (["--root-path", "api"], "it must begin with /"),
     (["--ssl-cert-reqs", "3"], "--ssl-cert-reqs: invalid choice"),
+    (["--exit-on-failure", "--restart-on-failure"], "give one of them"),
+    (["--slots", "999"], "--slots 999: it must be 1 to 256"),
 ]
 
 
@@ -308,7 +312,7 @@ json_values = inner | st.lists(inner, max_size=3) | st.dictionaries(st.text(), i
 def test_a_json_flag_takes_objects_and_nothing_else(value):
     text = json.dumps(value)
     if isinstance(value, dict):
-        assert parse([f"--default-chat-template-kwargs={text}"])[0].default_chat_template_kwargs == value
+        assert parse([f"--default-chat-template-kwargs={text}"])[0].chat_template_kwargs == value
     else:
         with pytest.raises(InputError):
             parse([f"--default-chat-template-kwargs={text}"])

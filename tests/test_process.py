@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.cli import options
+from dflash_jax import process
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def run_lines(*lines: str) -> subprocess.CompletedProcess:
@@ -21,9 +21,7 @@ def run_lines(*lines: str) -> subprocess.CompletedProcess:
 
 
 def test_a_closed_stderr_does_not_send_its_lines_to_stdout():
-    command = (
-        "import sys; from dflash_jax.cli.options import exit_code; exit_code(lambda: print(1, file=sys.stderr) or 0)"
-    )
+    command = "import sys; from dflash_jax.process import exit_code; exit_code(lambda: print(1, file=sys.stderr) or 0)"
     done = subprocess.run(["bash", "-c", '"$0" -c "$1" 2>&-', sys.executable, command], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -39,7 +37,7 @@ def test_an_unknown_command_with_a_closed_stderr_does_not_write_to_stdout():
 def test_an_interrupt_ends_the_process_although_a_thread_runs(main):
     done = run_lines(
         "import threading",
-        "from dflash_jax.cli.options import exit_code, exit_process",
+        "from dflash_jax.process import exit_code, exit_process",
         "def interrupted(): raise KeyboardInterrupt",
         "threading.Thread(target=threading.Event().wait).start()",
         f"exit_process(lambda: {main})",
@@ -56,7 +54,7 @@ def test_an_interrupt_inside_an_import_ends_the_process_without_an_exception(bef
     )
     done = run_lines(
         before,
-        "from dflash_jax.cli.options import exit_process",
+        "from dflash_jax.process import exit_process",
         f"sys.path.insert(0, {str(tmp_path)!r})",
         "def main(): import interrupted; return 0",
         "exit_process(main)",
@@ -67,7 +65,7 @@ def test_an_interrupt_inside_an_import_ends_the_process_without_an_exception(bef
 def test_an_interrupt_inside_a_finalizer_is_not_lost():
     done = run_lines(
         "import time",
-        "from dflash_jax.cli.options import exit_process",
+        "from dflash_jax.process import exit_process",
         "class Final:",
         "    def __del__(self):",
         "        os.kill(os.getpid(), signal.SIGINT)",
@@ -86,7 +84,7 @@ def test_an_interrupt_ends_the_process_while_its_main_thread_runs_no_python():
     # signal is sent when the main thread waits there.
     done = run_lines(
         "import ctypes, threading",
-        "from dflash_jax.cli.options import exit_process",
+        "from dflash_jax.process import exit_process",
         "mutex, lock, go = ctypes.create_string_buffer(256), ctypes.CDLL(None).pthread_mutex_lock, threading.Event()",
         "def interrupt():",
         "    go.wait()",
@@ -105,7 +103,7 @@ def test_an_interrupt_ends_the_process_while_its_main_thread_runs_no_python():
 def test_an_interrupt_of_a_coroutine_does_not_wait_for_its_threads():
     done = run_lines(
         "import asyncio, threading",
-        "from dflash_jax.cli.options import exit_process, run_async",
+        "from dflash_jax.process import exit_process, run_async",
         "def compile():",
         "    os.kill(os.getpid(), signal.SIGINT)",
         "    threading.Event().wait()",
@@ -118,17 +116,17 @@ def test_an_interrupt_of_a_coroutine_does_not_wait_for_its_threads():
 
 @pytest.mark.parametrize(
     ("handler", "ends"),
-    [(options._on_interrupt, 1), (signal.default_int_handler, 0)],
+    [(process._on_interrupt, 1), (signal.default_int_handler, 0)],
     ids=["own handler", "another handler"],
 )
 def test_an_interrupt_is_left_to_another_handler(monkeypatch, handler, ends):
     ended, (received, sent) = [], os.pipe()
-    monkeypatch.setattr(options, "INTERRUPT_S", 0.0)
-    monkeypatch.setattr(options, "_end_interrupted", lambda: ended.append(1))
+    monkeypatch.setattr(process, "INTERRUPT_S", 0.0)
+    monkeypatch.setattr(process, "_end_interrupted", lambda: ended.append(1))
     monkeypatch.setattr(signal, "getsignal", lambda _: handler)
     os.write(sent, bytes([signal.SIGINT, signal.SIGTERM]))
     os.close(sent)
-    options._watch_interrupts(received)
+    process._watch_interrupts(received)
     os.close(received)
     assert len(ended) == ends
 
@@ -137,7 +135,7 @@ def test_an_interrupt_is_left_to_another_handler(monkeypatch, handler, ends):
 def test_an_interrupt_outside_an_import_runs_finally(before):
     done = run_lines(
         before,
-        "from dflash_jax.cli.options import exit_process",
+        "from dflash_jax.process import exit_process",
         "def main():",
         "    try:",
         "        os.kill(os.getpid(), signal.SIGINT)",
@@ -152,7 +150,7 @@ def test_an_interrupt_outside_an_import_runs_finally(before):
 def test_an_interrupt_of_a_coroutine_cancels_it_at_its_await_and_the_handler_is_restored():
     done = run_lines(
         "import asyncio",
-        "from dflash_jax.cli import options",
+        "from dflash_jax import process",
         "async def work():",
         "    os.kill(os.getpid(), signal.SIGINT)",
         "    print('step finished')",
@@ -163,17 +161,17 @@ def test_an_interrupt_of_a_coroutine_cancels_it_at_its_await_and_the_handler_is_
         "        raise",
         "def main():",
         "    try:",
-        "        options.run_async(work())",
+        "        process.run_async(work())",
         "    finally:",
-        "        print(signal.getsignal(signal.SIGINT) is options._on_interrupt)",
-        "options.exit_process(main)",
+        "        print(signal.getsignal(signal.SIGINT) is process._on_interrupt)",
+        "process.exit_process(main)",
     )
     assert (done.returncode, done.stdout) == (130, "step finished\ncancelled\nTrue\n"), done.stderr
 
 
 def test_an_interrupt_with_a_closed_stream_has_its_exit_code():
     done = run_lines(
-        "from dflash_jax.cli.options import exit_process",
+        "from dflash_jax.process import exit_process",
         "def main(): sys.stdout.close(); return 130",
         "exit_process(main)",
     )
@@ -183,7 +181,7 @@ def test_an_interrupt_with_a_closed_stream_has_its_exit_code():
 @pytest.mark.parametrize("script", ["gguf_to_hf", "hf_to_orbax", "orbax_to_hf"])
 def test_converters_end_by_exit_process(script, monkeypatch):
     codes = []
-    monkeypatch.setattr(options, "exit_process", lambda main: codes.append(main()))
+    monkeypatch.setattr(process, "exit_process", lambda main: codes.append(main()))
     monkeypatch.setattr(sys, "argv", [script])
     runpy.run_path(str(ROOT / "convert" / f"{script}.py"), run_name="__main__")
     assert codes == [2]

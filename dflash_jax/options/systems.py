@@ -1,35 +1,22 @@
-"""A system's TOML: target, drafter, lengths, sampling, and the mesh that suits a machine."""
+"""A system's TOML: options of models and sampling, and the mesh that suits a machine."""
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dflash_jax.argument_checks import suggestion
+from dflash_jax.argument_checks import check_type, hints_of, suggestion
 from dflash_jax.checkpoint.config_files import CONFIGS, find_config, read_toml_file
 from dflash_jax.errors import InputError
+from dflash_jax.options.option import options_of
+from dflash_jax.options.others import take_aliases
+from dflash_jax.options.shared import LLMOptions, SamplingOptions
 from dflash_jax.parallel.devices import check_meshes, mesh_for
 
-OPTIONS = {
-    "target": str,
-    "draft": (str, list),
-    "dtype": str,
-    "quantize": str,
-    "block_size": (int, str),
-    "max_len": int,
-    "draft_window_size": int,
-    "draft_sink_size": int,
-    "draft_tokens": str,
-    "decode_context_parallel_size": int,
-    "hf_overrides": dict,
-}
-SAMPLING = {
-    "temperature": (int, float),
-    "top_k": int,
-    "top_p": (int, float),
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
-    "presence_penalty": (int, float),
-    "frequency_penalty": (int, float),
-}
+# Keys of the table [sampling], and of the file; the table [mesh] has meshes by machine.
+SAMPLING = hints_of(SamplingOptions)
+FLAGS = {name: each.annotation for name, each in options_of(LLMOptions).items() if each.flag is not None}
+OPTIONS = {name: annotation for name, annotation in FLAGS.items() if name != "mesh"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +38,11 @@ class System:
         return mesh_for(self.meshes, kind, count)
 
 
-def _check(table: dict, known: dict, where: str) -> dict:
+def _check(table: dict, known: dict[str, Any], where: str) -> dict:
     for key, value in table.items():
         if key not in known:
             raise InputError(f"{where}: {key!r} is not known: {suggestion(key, known)}")
-        if isinstance(value, bool) or not isinstance(value, known[key]):
-            raise InputError(f"{where}: {key} is {value!r}: its type is wrong")
+        check_type(f"{where}: {key}", value, known[key])
     return table
 
 
@@ -91,3 +77,33 @@ def system_of(repo: str, kind: str = "target") -> System | None:
 def repositories(kind: str) -> list[str]:
     """The repository ids of the package's targets ("target") or drafters ("draft")."""
     return sorted({str(read_system(path).options[kind]) for path in CONFIGS.glob("*.toml")} - {"mtp"})
+
+
+def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
+    """Parsed arguments, defaults taken from ``--config``; and the `System`, or None."""
+    args = parser.parse_args(argv)
+    if args.config is None:
+        take_aliases(args)
+        return args, None
+    system = read_system(args.config)
+    known = {action.dest for action in parser._actions}
+    parser.set_defaults(**{k: v for k, v in system.options.items() if k in known})
+    args = parser.parse_args(argv)
+    take_aliases(args)
+    return args, system
+
+
+def choose_mesh(mesh: str | None, system: System | None) -> str:
+    """What --mesh says, else what the config names for this machine."""
+    import jax
+
+    if mesh is not None or system is None:
+        return mesh or ""
+    return system.mesh(jax.devices()[0].device_kind, jax.device_count())
+
+
+def llm_keywords(args: argparse.Namespace, system: System | None) -> dict[str, Any]:
+    """The keywords of `LLM` that the arguments of a command give."""
+    given = {name: getattr(args, name) for name in FLAGS}
+    draft = None if args.draft == "none" else args.draft
+    return given | {"draft": draft, "mesh": choose_mesh(args.mesh, system)}

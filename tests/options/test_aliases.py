@@ -2,16 +2,17 @@
 
 import pytest
 
-from dflash_jax.aliases import ALIASES, REQUEST_ALIASES
-from dflash_jax.cli import arguments, benchmark, plan, serve_arguments, train
-from dflash_jax.cli.aliases import READ_APART, take_aliases
-from dflash_jax.cli.options import with_config
+from dflash_jax.cli import benchmark, generate, plan, serve, train
 from dflash_jax.errors import InputError
-from dflash_jax.training.config import FIELDS, TrainConfig
+from dflash_jax.options.generate import GenerateOptions
+from dflash_jax.options.option import aliases_of
+from dflash_jax.options.others import take_aliases
+from dflash_jax.options.systems import with_config
+from dflash_jax.options.train import FIELDS, TrainConfig
 
 PARSERS = {
-    "generate": (arguments.make_parser, []),
-    "serve": (serve_arguments.make_parser, []),
+    "generate": (generate.make_parser, []),
+    "serve": (serve.make_parser, []),
     "benchmark": (benchmark.make_parser, ["--data", "x.jsonl"]),
     "plan": (plan.make_parser, []),
     "train": (train.make_parser, ["fit"]),
@@ -51,9 +52,9 @@ def test_a_command_that_has_an_option_has_its_other_names(command):
 def test_a_command_has_each_name_of_the_table_for_the_options_it_has(command):
     parser = PARSERS[command][0]()
     dests = {action.dest for action in parser._actions if action.help != "==SUPPRESS=="}
-    for alias in (*ALIASES, *REQUEST_ALIASES):
-        if READ_APART.get(alias.dest, alias.dest) in dests:
-            assert set(alias.names) <= parser._option_string_actions.keys()
+    for alias in aliases_of(GenerateOptions):
+        if alias.option in dests:
+            assert set(alias.flags) <= parser._option_string_actions.keys()
 
 
 HEAD = [
@@ -92,7 +93,7 @@ def test_drafters_of_options_replace_those_of_a_config(tmp_path):
     path.write_text('target = "a/t"\ndraft = ["a/b", "mtp"]\n')
 
     def drafters(*words: str):
-        return with_config(arguments.make_parser(), ["--config", str(path), *words])[0].draft
+        return with_config(generate.make_parser(), ["--config", str(path), *words])[0].draft
 
     assert drafters() == ["a/b", "mtp"]
     assert drafters("--draft", "c/d") == "c/d"

@@ -1,43 +1,17 @@
-"""Other names of the options: those of vLLM, SGLang and transformers, for every command and for the library.
-
-A flag ``--max-model-len`` is the keyword ``max_model_len`` of the library. `dflash_jax.frontend.other_flags` has the
-flags that mean none of our options.
-"""
+"""What reads the values of options, those of other servers' forms among them."""
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.argument_checks import check_type, plain, shown, suggestion, wrong
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
+from dflash_jax.sampling_params import CLOSE, OPEN
 
 # What a JSON flag may hold.
 JSON_CHARACTERS, JSON_DEPTH = 65_536, 32
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Other names for one of our options.
-
-    Attributes:
-        dest: Our option.
-        names: The other names.
-        type: Reads a value; None reads it as our option does.
-        const: The value of a flag that takes none.
-    """
-
-    dest: str
-    names: tuple[str, ...]
-    type: Callable[[str], Any] | None = None
-    const: Any = None
-
-    @property
-    def keywords(self) -> list[str]:
-        """The names as keywords; ``--no-x`` is x."""
-        return [n[2:].removeprefix("no-").replace("-", "_") for n in self.names if n.startswith("--")]
 
 
 def json_object(text: str) -> dict:
@@ -67,6 +41,33 @@ def _depth(value) -> int:
         if isinstance(item, dict | list):
             left += [(each, depth + 1) for each in (item.values() if isinstance(item, dict) else item)]
     return deepest
+
+
+def token_ids(text: str) -> list[int]:
+    """Token ids of the command line."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be token ids with commas between, such as 1,2,3") from None
+
+
+def block_size(text: str) -> BlockSize:
+    """A block size of the command line."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of tokens, or auto") from None
+
+
+def bias(text: str) -> tuple[int, float]:
+    """One logit bias of the command line: (token id, value)."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be ID=VALUE, such as 42=-1.5") from None
 
 
 def quantization(text: str) -> str | None:
@@ -101,6 +102,17 @@ def drafted(text: str) -> int:
     return int(text) + 1
 
 
+def thinking_marks(text: str) -> dict:
+    """The marks of a thought in vLLM's form, of which only Qwen's are possible."""
+    right = {"reasoning_parser": None, "reasoning_start_str": OPEN, "reasoning_end_str": CLOSE}
+    for name, value in (config := json_object(text)).items():
+        if name not in right:
+            raise argparse.ArgumentTypeError(f"{name[:40]!r} is not known: {suggestion(name, right)}")
+        if right[name] is not None and value not in ("", right[name]):
+            raise argparse.ArgumentTypeError(f"{name} is {str(value)[:40]!r}: only {right[name]!r} is possible")
+    return config
+
+
 def platform(text: str) -> str | None:
     """A platform by the names of vLLM and SGLang; None for "auto"."""
     platforms = {"auto": None, "cuda": "cuda", "gpu": "cuda", "cpu": "cpu", "tpu": "tpu"}
@@ -121,53 +133,6 @@ def sampling_defaults(text: str) -> str:
     return "auto" if text == "model" else "vllm"
 
 
-ALIASES = (
-    Alias("target", ("--model", "--model-path")),
-    Alias("draft", ("--speculative-draft-model-path", "--speculative-draft-model", "--spec-model")),
-    Alias("draft_revision", ("--speculative-draft-model-revision",)),
-    Alias("speculative_config", ("--speculative-config", "-sc"), json_object),
-    Alias("speculative_algorithm", ("--speculative-algorithm", "--spec-method"), algorithm),
-    Alias("speculative_num_steps", ("--speculative-num-steps",), int),
-    Alias("max_block_size", ("--speculative-num-draft-tokens", "--speculative-dflash-block-size"), int),
-    Alias("max_block_size", ("--spec-tokens",), drafted),
-    Alias("draft_window_size", ("--speculative-dflash-draft-window-size", "--speculative-draft-window-size")),
-    Alias("draft_sink_size", ("--speculative-draft-sink-size",)),
-    Alias("draft_tokens", ("--speculative-token-map",)),
-    Alias("tokenizer", ("--tokenizer-path",)),
-    Alias("hf_overrides", ("--json-model-override-args",)),
-    Alias("max_len", ("--max-model-len", "--context-length")),
-    Alias("slots", ("--max-num-seqs", "--max-running-requests")),
-    Alias("mem_fraction", ("--gpu-memory-utilization", "--device-memory-utilization", "--mem-fraction-static")),
-    Alias("max_num_batched_tokens", ("--chunked-prefill-size",), chunk),
-    Alias("max_queue", ("--max-queued-requests", "--max-num-queued-reqs")),
-    Alias("tensor_parallel", ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), int),
-    Alias("data_parallel", ("--data-parallel-size", "-dp", "--dp-size", "--dp"), int),
-    Alias("decode_context_parallel_size", ("--dcp-size", "-dcp")),
-    Alias("platform", ("--device",), platform),
-    Alias("quantize", ("--quantization", "-q"), quantization),
-    Alias("reproducible", ("--enable-deterministic-inference",), const=True),
-    Alias("prefix_bytes", ("--no-enable-prefix-caching", "--disable-radix-cache"), const=0),
-    Alias("generation_config", ("--sampling-defaults",), sampling_defaults),
-    Alias("limit_mm_per_prompt", ("--limit-mm-data-per-request",)),
-    Alias("language_model_only", ("--no-enable-multimodal",), const=True),
-    Alias("language_model_only", ("--enable-multimodal",), const=False),
-    Alias("override_generation_config", ("--preferred-sampling-params",)),
-    Alias("reasoning_config", ("--reasoning-config",), json_object),
-    Alias("root_path", ("--fastapi-root-path",)),
-    Alias("drain_s", ("--shutdown-timeout",)),
-    Alias("log_level", ("--uvicorn-log-level",)),
-    Alias("enable_log_requests", ("--log-requests",), const=True),
-    Alias("enable_log_requests", ("--no-enable-log-requests",), const=False),
-    Alias("otlp_traces_endpoint", ("--enable-trace",), const="http://localhost:4317"),
-)
-# Of a request: `generate` and `benchmark`, and the library's `SamplingParams`.
-REQUEST_ALIASES = (
-    Alias("max_new_tokens", ("--max-tokens",)),
-    Alias("max_tokens", ("--max-new-tokens",)),
-    Alias("min_tokens", ("--min-new-tokens",)),
-    Alias("n", ("--num-return-sequences",)),
-    Alias("seed", ("--sampling-seed",)),
-)
 # Our options that vLLM's configuration of speculative decoding gives, each with its key there.
 SPECULATIVE_KEYS = {
     "draft": "model",

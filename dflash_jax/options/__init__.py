@@ -1,0 +1,1 @@
+"""The options of commands and of `LLM`, as data, and the parsers that are made of them. Nothing here loads JAX."""

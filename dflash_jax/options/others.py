@@ -1,0 +1,182 @@
+"""The names of vLLM, SGLang and transformers: adds them to a parser, and applies what they say.
+
+An option has its other names itself; other_flags.toml has the flags that mean none of our options.
+"""
+
+import argparse
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.errors import InputError
+from dflash_jax.options.option import Add, aliases_of
+from dflash_jax.options.readers import check_speculative_config, check_speculative_flags
+
+# Values that mean "as by default" for any flag.
+NEUTRAL = {"", "none", "null"}
+# Flags whose values no message shows.
+SECRETS = {"--hf-token", "--admin-api-key", "--watermark-key", "--watermark-key-b"}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of another server that means none of our options.
+
+    Attributes:
+        names: Its names.
+        reason: Why it needs nothing here, or is refused.
+        is_refused: Whether other values than neutral ones are refused; otherwise any value is accepted, with a notice.
+        is_on: Of a switch, whether on is neutral.
+        has_several: Whether it takes several values.
+        neutral: Neutral values; None for a switch.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+    is_refused: bool
+    is_on: bool
+    has_several: bool
+    neutral: tuple[str, ...] | None
+
+    @classmethod
+    def read(cls, word: str, reason: str, is_refused: bool) -> "Flag":
+        """Reads a word of other_flags.toml."""
+        match = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word)
+        assert match is not None, word
+        names, is_on, several, values = match.groups()
+        neutral = None if values is None else tuple(filter(None, values[1:].split("|")))
+        return cls(tuple(names.split("/")), reason, is_refused, bool(is_on), bool(several), neutral)
+
+
+def _flags() -> tuple[Flag, ...]:
+    tables = tomllib.loads(Path(__file__).with_name("other_flags.toml").read_text(encoding="utf-8"))
+    groups = [(group, name == "refused") for name in ("nothing", "refused") for group in tables[name]]
+    return tuple(
+        Flag.read(word, group["reason"], refused) for group, refused in groups for word in group["flags"].split()
+    )
+
+
+FLAGS = _flags()
+
+
+def is_neutral(value: str | bool, neutral: Sequence[str | bool]) -> bool:
+    """Whether a value of a flag means "as by default", by itself or as one of ``neutral``."""
+    if isinstance(value, bool):
+        return value in neutral
+    return value.lower() in NEUTRAL or any(isinstance(v, str) and _equal(value, v) for v in neutral)
+
+
+def _equal(a: str, b: str) -> bool:
+    try:
+        return float(a) == float(b)
+    except ValueError:
+        return a.lower() == b.lower()
+
+
+class _Other(argparse.Action):
+    """A flag of `FLAGS`, judged under the name that the user typed."""
+
+    def __init__(self, option_strings, dest, reason="", neutral: tuple[str | bool, ...] | None = None, **options):
+        super().__init__(
+            option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
+        )
+        # None: any value needs nothing.
+        self.reason, self.neutral = reason, neutral
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if self.neutral is None:
+            notices = getattr(namespace, "notices", ())
+            namespace.notices = (*notices, f"{option_string} needs nothing here: {self.reason}")
+            return
+        typed = option_string or self.option_strings[0]
+        given = (
+            [typed.startswith("--no-")] if self.nargs == 0 else values if isinstance(values, list) else [str(values)]
+        )
+        wrong = [v for v in given if not is_neutral(v, self.neutral)]
+        if wrong:
+            is_shown = self.nargs != 0 and SECRETS.isdisjoint(self.option_strings)
+            typed = f"{typed} {str(wrong[0])[:60]}" if is_shown else typed
+            right = [v for v in self.neutral if isinstance(v, str)]
+            hint = f" (possible: {', '.join(right)})" if right else ""
+            raise InputError(f"{typed} is refused: {self.reason}{hint}")
+
+
+def add_aliases(parser: argparse.ArgumentParser, cls: type, group=None) -> None:
+    """Adds the other names of the options that a parser has, hidden from ``--help``.
+
+    Each name is an action of its own, so that errors name what was typed.
+
+    Args:
+        parser: Has its own options already. A name that is one of them keeps its meaning.
+        cls: The dataclass that has the names.
+        group: Where the names go; None: the parser.
+    """
+    ours = {action.dest: action for action in parser._actions}
+    for alias in aliases_of(cls):
+        if alias.option not in ours:
+            continue
+        options: dict[str, Any] = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        action = ours[alias.option]
+        if alias.const is not None:
+            options |= {"action": "store_const", "const": alias.const}
+        elif alias.read is not None:
+            options |= {"type": alias.read}
+        else:
+            options |= {"type": action.type, "choices": action.choices}
+            if isinstance(action, Add):
+                options |= {"action": Add}
+        for name in alias.flags:
+            if name not in parser._option_string_actions:
+                (group or parser).add_argument(name, **options)
+
+
+def add_others(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Adds the aliases, and the flags of other servers that need nothing here or are refused."""
+    description = "Most are understood; docs/flags.md says what each does."
+    group = parser.add_argument_group("flags of vLLM and SGLang", description)
+    add_aliases(parser, cls, group)
+    for flag in FLAGS:
+        names, neutral, options = [*flag.names], flag.neutral, {"action": _Other, "reason": flag.reason}
+        if flag.neutral is None:
+            names = [n for name in names for n in (name, *([f"--no-{name[2:]}"] if name[:2] == "--" else []))]
+            names = [n for n in names if n not in group._option_string_actions]
+            # A switch is neutral as by default: off, or on.
+            neutral = (not flag.is_on,)
+            options |= {"nargs": 0}
+        elif flag.has_several:
+            options |= {"nargs": "*"}
+        group.add_argument(*names, neutral=neutral if flag.is_refused else None, **options)
+
+
+def refuse_token(words: Sequence[str]) -> None:
+    """Raises InputError where a command line has ``--hf-token``, before a parser can show the token in an error."""
+    for word in words:
+        name, _, value = word.replace("_", "-").partition("=")
+        if name == "--hf-token" or (name == "--no-hf-token" and value):
+            raise InputError(f"{name} is refused: {next(f.reason for f in FLAGS if '--hf-token' in f.names)}")
+
+
+def take_aliases(args: argparse.Namespace) -> None:
+    """Applies the options that are more than another name: numbers of devices, and vLLM's speculative decoding.
+
+    Raises:
+        InputError: A value is wrong, or contradicts another.
+    """
+    given = vars(args)
+    # It was checked as it was read.
+    given.pop("reasoning_config", None)
+    method, steps = (given.pop(f"speculative_{name}", None) for name in ("algorithm", "num_steps"))
+    if (config := given.pop("speculative_config", None)) is not None:
+        given.update(check_speculative_config(config, "--speculative-config"))
+    if method is not None or steps is not None:
+        # A config's drafter is a default.
+        draft = None if method == "mtp" and given.get("config") else given["draft"]
+        given.update(check_speculative_flags(method, steps, draft, given["max_block_size"], "--"))
+    parts = {axis: given.pop(f"{axis}_parallel") for axis in ("tensor", "data") if f"{axis}_parallel" in given}
+    if parts:
+        if args.mesh is not None:
+            raise InputError(f"--mesh {args.mesh} and a number of devices: give one of them")
+        args.mesh = ",".join(f"{axis}={n}" for axis, n in sorted(parts.items()))
