@@ -19,6 +19,7 @@ from contextlib import (
     AbstractAsyncContextManager,
     ExitStack,
     asynccontextmanager,
+    closing,
     contextmanager,
     nullcontext,
     suppress,
@@ -34,7 +35,7 @@ from dflash_jax.options import serve
 from dflash_jax.options.option import options_of
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.process import INTERRUPTED, exit_code, run_async
-from dflash_jax.server.launch import assemble, follow, follows, load
+from dflash_jax.server.launch import assemble, follow, follows, load, response_store
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # The server's options that mean something without a socket.
@@ -333,9 +334,10 @@ def run(batch_args, args, system) -> int:
         else:
             # No request is refused for a full queue.
             args.max_queue = most * limits.choices * limits.prompts
+            store = stack.enter_context(closing(response_store(args)))
             llm = load(args, system)
             stack.enter_context(llm.leading())
-            serving = assemble(args, llm)
+            serving = assemble(args, llm, store)
             serving.is_ready, app = True, build(serving)
             connected, engine = in_process(serving, app), running(serving)
             urls = frozenset(URLS) & set(app.openapi()["paths"])

@@ -13,9 +13,8 @@ import uvicorn
 from dflash_jax.cluster.ingress import Ingress
 from dflash_jax.server import cors, transport
 from dflash_jax.server.connections import ConnectionLimits
-from dflash_jax.server.launch import allow_connections, allowed_hosts, http_config, set_logging
+from dflash_jax.server.launch import allow_connections, allowed_hosts, http_config, response_store, set_logging
 from dflash_jax.server.limits import Limits
-from dflash_jax.server.response_store import ResponseStore
 
 log = logging.getLogger("dflash_jax.cluster")
 
@@ -34,14 +33,13 @@ class AddressServer:
 
     def __init__(self, args: Namespace, secret: str):
         set_logging(args)
-        tls = transport.tls_context(args)
+        tls, self._store = transport.tls_context(args), response_store(args)
         self._uds, self._listening = args.uds, transport.listen(args.host, args.port, args.uds)
         self.url = transport.url(self._listening, tls is not None)
         limits = Limits(media_body_bytes=args.max_media_body)
         rules = cors.of_arguments(args)
         origins = () if rules is None else rules.origins
         self.ingress = Ingress(secret, args.api_keys, allowed_hosts(args), limits, args.wait_s, origins)
-        self._store = ResponseStore(args.response_store)
         app = transport.UnderPath(self.ingress, args.root_path) if args.root_path else self.ingress
         connections = ConnectionLimits(connections=allow_connections(args.max_connections))
         self._server = uvicorn.Server(http_config(app, connections, tls))
@@ -103,3 +101,4 @@ class AddressServer:
         """Ends the server."""
         self._server.should_exit = True
         self._thread.join()
+        self._store.close()

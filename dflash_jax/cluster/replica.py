@@ -47,8 +47,7 @@ class ReplicaServer:
         # Until `stop`: followers on other hosts make its calls.
         self._leading = llm.leading()
         self._leading.__enter__()
-        self.serving = assemble(args, llm)
-        self.serving.response_store = SharedResponses(args.response_store, call)
+        self.serving = assemble(args, llm, SharedResponses(args.response_store, call))
         self._tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
         # The ingress checks the Host header.
         app = build(self.serving, args.api_keys, None, cors.of_arguments(args))

@@ -66,6 +66,9 @@ class ServeOptions(LLMOptions, CommandOptions):
     allow_credentials: bool = _http(False, "cookies of such pages, too")
     drain_s: float = _http(30.0, "seconds after SIGTERM", "S", least=0, aliases="--shutdown-timeout")
     response_store: int = _http(1024, "responses kept for later turns", "N", least=0)
+    response_store_path: str | None = _http(
+        None, "the SQLite file that keeps them, also for several servers (default: a temporary one)", "FILE"
+    )
     exit_on_failure: bool = _http(False, "exit with code 1 when the device has failed (default: stay, 503)")
     restart_on_failure: bool = _http(False, "restart the engine, empty, after the first failure")
     root_path: str = _http("", "where a proxy serves this server", "/PATH", aliases="--fastapi-root-path")
@@ -197,6 +200,8 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
     if args.root_path and not (args.root_path.startswith("/") and args.root_path.isascii()):
         raise InputError(f"--root-path {args.root_path}: it must begin with /")
     args.root_path = args.root_path.rstrip("/")
+    # Other processes of a cluster may have another working directory.
+    args.response_store_path = args.response_store_path and os.path.abspath(args.response_store_path)
     if args.exit_on_failure and args.restart_on_failure:
         raise InputError("--exit-on-failure and --restart-on-failure: give one of them")
     return args, system

@@ -102,11 +102,17 @@ def engine_of(args, llm):
             log.warning("one request of the model's %d tokens does not fit: %d at most", llm.max_len, capacity)
 
 
-def assemble(args, llm):
-    """The `Serving` of a model that the arguments describe. Nothing runs yet."""
+def response_store(args):
+    """The store of responses that the arguments describe."""
+    from dflash_jax.server.response_store import ResponseStore
+
+    return ResponseStore(args.response_store, path=args.response_store_path)
+
+
+def assemble(args, llm, store):
+    """The `Serving` of a model that the arguments describe, with a store of responses. Nothing runs yet."""
     from dflash_jax.engine.service import AsyncEngine
     from dflash_jax.server.limits import Limits
-    from dflash_jax.server.response_store import ResponseStore
     from dflash_jax.server.serving import Serving
 
     device, engine = set_platform(args.platform), engine_of(args, llm)
@@ -131,7 +137,7 @@ def assemble(args, llm):
         trust_request_chat_template=args.trust_request_chat_template,
     )
     running = AsyncEngine(engine, restarts=int(args.restart_on_failure))
-    options = {"response_store": ResponseStore(args.response_store), "stream_interval": args.stream_interval}
+    options = {"response_store": store, "stream_interval": args.stream_interval}
     options["keep_alive_s"] = args.sse_keep_alive_interval
     return Serving(llm, running, names, limits, info=info, additions=Additions.of_arguments(args), **options)
 
@@ -223,23 +229,23 @@ def run(args, system) -> int:
 
     tls, origins = transport.tls_context(args), cors.of_arguments(args)
     tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
-    listening = transport.listen(args.host, args.port, args.uds)
+    store, listening = response_store(args), transport.listen(args.host, args.port, args.uds)
     try:
         llm = load(args, system)
         with llm.leading():
-            return serve(args, llm, listening, tls, origins, tracer)
+            return serve(args, llm, store, listening, tls, origins, tracer)
     except BaseException:
         transport.close(listening, args.uds)
         raise
 
 
-def serve(args, llm, listening: socket.socket, tls, origins: cors.Cors | None, tracer) -> int:
+def serve(args, llm, store, listening: socket.socket, tls, origins: cors.Cors | None, tracer) -> int:
     """Serves a model on a socket until a signal: the exit code."""
     from dflash_jax.server.app import build
     from dflash_jax.server.connections import ConnectionLimits
 
     limits = ConnectionLimits(connections=allow_connections(args.max_connections))
-    serving = assemble(args, llm)
+    serving = assemble(args, llm, store)
     warn_of_open_access(args)
     app = around(build(serving, args.api_keys, allowed_hosts(args), origins), serving, args, tracer)
     config = http_config(app, limits, tls)
@@ -248,6 +254,7 @@ def serve(args, llm, listening: socket.socket, tls, origins: cors.Cors | None, t
         code = asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
     finally:
         serving.stop_workers()
+        store.close()
         transport.close(listening, args.uds)
         if tracer is not None:
             tracer.flush()
@@ -342,6 +349,7 @@ class Runner:
             return
         if self.serving.is_draining or not self.serving.is_ready:
             log.warning("%s: ended at once", signal.Signals(sig).name)
+            self.serving.response_store.remove()
             # A compilation cannot be interrupted.
             os._exit(128 + sig)
         # Before the message: a second signal may interrupt this handler.

@@ -1,17 +1,66 @@
-"""Responses that a later request may continue, in memory, bounded in number and bytes.
+"""Responses that a later request may continue: one SQLite file, bounded in number, bytes and age.
 
-Each API key sees its own responses only.
+Several processes may use one file. Each API key sees its own responses only.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable
+import asyncio
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-# Most bytes of all entries together.
-MOST_BYTES = 256 * 2**20
-# The key of an entry: owner and id.
-Name = tuple[bytes, str]
+from dflash_jax.errors import InputError
+from dflash_jax.server.errors import ApiError
+
+log = logging.getLogger("dflash_jax.server")
+
+# Most bytes of all entries together, and most seconds since an entry's last use.
+MOST_BYTES, MOST_AGE_S = 256 * 2**20, 30 * 86400.0
+# Seconds to wait for the writes of other processes.
+LOCK_S = 10.0
+# Expired entries that one write removes at most.
+STEP_ENTRIES = 16
+# Identifies a file of stored responses, and the version of its tables.
+APPLICATION, VERSION = 0x44464C52, 1
+# Ids are bytes: SQLite's text has no unpaired surrogates. The row of the empty client has the sums of all clients.
+TABLES = f"""
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+CREATE TABLE entries(
+    number INTEGER PRIMARY KEY, owner BLOB NOT NULL, id BLOB NOT NULL, client BLOB NOT NULL, run TEXT,
+    used REAL NOT NULL, nbytes INTEGER NOT NULL, response_bytes INTEGER NOT NULL, UNIQUE(owner, id));
+CREATE INDEX entries_by_use ON entries(used);
+CREATE INDEX entries_by_client ON entries(client, used);
+CREATE TABLE contents(number INTEGER PRIMARY KEY, content BLOB NOT NULL);
+CREATE TABLE clients(client BLOB PRIMARY KEY, entries INTEGER, nbytes INTEGER, used REAL) WITHOUT ROWID;
+CREATE INDEX clients_by_entries ON clients(entries DESC, used);
+CREATE INDEX clients_by_nbytes ON clients(nbytes DESC, used);
+CREATE TRIGGER stored AFTER INSERT ON entries BEGIN
+    INSERT INTO clients VALUES (new.client, 1, new.nbytes, new.used), (x'', 1, new.nbytes, new.used)
+    ON CONFLICT(client) DO UPDATE SET entries = entries + 1, nbytes = nbytes + excluded.nbytes, used = excluded.used;
+END;
+CREATE TRIGGER used AFTER UPDATE OF used ON entries BEGIN
+    UPDATE clients SET used = new.used WHERE client = new.client;
+END;
+CREATE TRIGGER deleted AFTER DELETE ON entries BEGIN
+    DELETE FROM contents WHERE number = old.number;
+    UPDATE clients SET entries = entries - 1, nbytes = nbytes - old.nbytes WHERE client IN (old.client, x'');
+    DELETE FROM clients WHERE client = old.client AND entries = 0;
+END;
+PRAGMA journal_mode = WAL;
+"""
+NAMED = "owner = ? AND id = ?"
+EVICT = """DELETE FROM entries WHERE number = (SELECT number FROM entries WHERE client = (
+    SELECT client FROM clients WHERE client != x'' ORDER BY {} DESC, used LIMIT 1) ORDER BY used LIMIT 1)"""
 
 
 @dataclass(frozen=True)
@@ -64,34 +113,113 @@ class Responses(Protocol):
         """Deletes an entry; whether there was one."""
         ...
 
+    def remove(self) -> None:
+        """Removes a temporary file, before the process ends at once."""
+
+
+def _connect(path: Path, query: str = "mode=rw") -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?{query}"
+    return sqlite3.connect(uri, LOCK_S, isolation_level=None, check_same_thread=False, uri=True)
+
+
+def _create(path: Path) -> None:
+    """Creates a file without entries where there is none: other processes see it when it is complete."""
+    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
+        fresh = Path(folder, "fresh")
+        fresh.touch(0o600)
+        with closing(_connect(fresh)) as connection:
+            connection.executescript(TABLES)
+        with suppress(FileExistsError):
+            os.link(fresh, path)
+
+
+def _check(path: Path) -> None:
+    """Raises InputError for any other file than one of this version, without a change to it."""
+    if not path.is_file():
+        raise InputError("it is no regular file")
+    # Not opened as a plain file: closing that would release the locks of other connections of this process.
+    with closing(_connect(path, "mode=ro&immutable=1")) as connection:
+        # A process that was killed may have left a file that is complete only with its log.
+        connection.execute("PRAGMA writable_schema = ON")
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION:
+        raise InputError("it has no stored responses: name another file")
+    if version != VERSION:
+        raise InputError(f"its version is {version}, and this server's is {VERSION}: name another file")
+
+
+def _open(path: Path, at_end: ExitStack) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+    """Connections for reads and for writes, which ``at_end`` closes. The file is created if it is missing."""
+    if not os.path.lexists(path):
+        _create(path)
+    _check(path)
+    reader, writer = (at_end.enter_context(closing(_connect(path))) for _ in range(2))
+    # Whether it is sound and can be written.
+    writer.executescript(f"PRAGMA journal_size_limit = {2**22}; BEGIN IMMEDIATE; ROLLBACK")
+    return reader, writer
+
+
+def _bytes(response_id: str) -> bytes:
+    return response_id.encode("utf-8", "surrogatepass")
+
 
 class ResponseStore:
-    """Stored responses of all clients.
+    """Stored responses of all clients, in a file that several processes may use.
 
     When the store is full, the client with the most entries loses its least recently used one, so that no client can
     displace others' responses by storing many. It is one of `Responses`: another one may be shared by several servers.
 
+    Args:
+        size: Most entries; 0 for no file.
+        most_bytes: Most bytes of all entries.
+        path: The file; None for a temporary one, which is removed when the process ends.
+        most_age_s: Most seconds since an entry's last use.
+
     Attributes:
         size: Most entries.
         most_bytes: Most bytes of all entries.
+        folder: The directory of a temporary file; None without one.
+
+    Raises:
+        InputError: The file is of another kind or version, or cannot be written.
     """
 
-    def __init__(self, size: int = 1024, most_bytes: int = MOST_BYTES):
-        self.size, self.most_bytes = size, most_bytes
-        # The client that stored an entry, and the entry.
-        self._entries: dict[Name, tuple[Hashable, StoredResponse]] = {}
-        # The entries of each client; clients and entries are ordered from the least recently used.
-        self._names: OrderedDict[Hashable, OrderedDict[Name, None]] = OrderedDict()
-        self._nbytes: dict[Hashable, int] = {}
+    def __init__(
+        self,
+        size: int = 1024,
+        most_bytes: int = MOST_BYTES,
+        path: str | Path | None = None,
+        most_age_s: float = MOST_AGE_S,
+    ):
+        self.size, self.most_bytes, self._most_age_s, self.folder = size, most_bytes, most_age_s, None
+        # One thread each: writes have an order, and reads do not wait for them.
+        self._reading, self._writing = (ThreadPoolExecutor(1, f"responses-{name}") for name in ("read", "write"))
+        at_end = ExitStack()
+        # When the store is garbage, too, or the interpreter ends.
+        self._end = weakref.finalize(self, at_end.close)
+        if not size:
+            return
+        try:
+            if path is None:
+                self.folder = tempfile.mkdtemp(prefix="dflash-responses-")
+                at_end.callback(shutil.rmtree, self.folder, ignore_errors=True)
+                path = f"{self.folder}/responses.sqlite"
+            self._reader, self._writer = _open(Path(path), at_end)
+            # A temporary file need not outlast a failure of power.
+            self._writer.execute(f"PRAGMA synchronous = {'NORMAL' if self.folder is None else 'OFF'}")
+        except (InputError, OSError, ValueError, sqlite3.Error) as e:
+            self._end()
+            reason = getattr(e, "strerror", None) or e
+            raise InputError(f"--response-store-path {path or '(a temporary file)'}: {reason}") from None
 
     async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
         """The entry of an owner; None where there is none."""
-        name = (owner, response_id)
-        if name not in self._entries:
+        found = await self._on(self._reading, self._read, owner, _bytes(response_id))
+        if found is None:
             return None
-        client, entry = self._entries[name]
-        self._names.move_to_end(client)
-        self._names[client].move_to_end(name)
+        number, entry = found
+        self._writing.submit(self._touch, number)
         return entry
 
     async def put(self, owner: bytes, response_id: str, entry: StoredResponse, client: Hashable = None) -> bool:
@@ -106,36 +234,86 @@ class ResponseStore:
         Returns:
             Whether it is stored: not where the id is taken or the entry is too large. A later run of a request takes
             the place of an earlier one.
+
+        Raises:
+            ApiError: 500, the file cannot be written.
         """
-        name, client = (owner, response_id), owner if client is None else client
-        if name in self._entries:
-            known = self._entries[name][1]
-            if known.run is None or known.run != entry.run:
-                return False
-            self._drop(name)
-        self._entries[name] = client, entry
-        self._names.setdefault(client, OrderedDict())[name] = None
-        self._names.move_to_end(client)
-        self._nbytes[client] = self._nbytes.get(client, 0) + entry.nbytes
-        while len(self._entries) > self.size:
-            self._evict(max(self._names, key=lambda c: len(self._names[c])))
-        while sum(self._nbytes.values()) > self.most_bytes:
-            self._evict(max(self._names, key=self._nbytes.__getitem__))
-        return name in self._entries
+        client = repr(owner if client is None else client).encode()
+        return bool(await self._on(self._writing, self._put, owner, _bytes(response_id), entry, client))
 
     async def delete(self, owner: bytes, response_id: str) -> bool:
         """Deletes an entry; whether there was one."""
-        return self._drop((owner, response_id))
+        return bool(await self._on(self._writing, self._delete, owner, _bytes(response_id)))
 
-    def _evict(self, client: Hashable) -> None:
-        self._drop(next(iter(self._names[client])))
+    def close(self) -> None:
+        """Completes the writes, and closes the file. A temporary one is removed."""
+        for thread in (self._reading, self._writing):
+            thread.shutdown()
+        self._end()
 
-    def _drop(self, name: Name) -> bool:
-        if name not in self._entries:
+    def remove(self) -> None:
+        """Removes a temporary file, before the process ends at once. A handler of signals may call it."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _on(self, thread: ThreadPoolExecutor, work: Callable[..., Any], *arguments) -> Any:
+        if not self.size:
+            return None
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
+        except sqlite3.Error as e:
+            log.error("stored responses: %s", e)
+            # Not 503: it would be the same at another replica.
+            raise ApiError(500, f"stored responses cannot be used: {e}; a request with store: false can") from None
+
+    def _read(self, owner: bytes, name: bytes) -> tuple[int, StoredResponse] | None:
+        # One transaction: the entry and its content are of one state of the file.
+        with self._reader as reader:
+            reader.execute("BEGIN")
+            query = f"SELECT number, response_bytes, run FROM entries WHERE {NAMED} AND used > ?"
+            row = reader.execute(query, (owner, name, time.time() - self._most_age_s)).fetchone()
+            if row is None:
+                return None
+            number, response_bytes, run = row
+            # A blob's bytes are read and written without the interpreter's lock, which a value's copy needs.
+            with reader.blobopen("contents", "content", number, readonly=True) as blob:
+                return number, StoredResponse(blob.read(response_bytes), blob.read(), run)
+
+    def _put(self, owner: bytes, name: bytes, entry: StoredResponse, client: bytes) -> bool:
+        now = time.time()
+        self._expire(now)
+        if entry.nbytes > self.most_bytes:
             return False
-        client, entry = self._entries.pop(name)
-        self._nbytes[client] -= entry.nbytes
-        del self._names[client][name]
-        if not self._names[client]:
-            del self._names[client], self._nbytes[client]
-        return True
+        with self._writer as writer:
+            writer.execute("BEGIN IMMEDIATE")
+            query = f"DELETE FROM entries WHERE {NAMED} AND (run = ? OR used <= ?)"
+            writer.execute(query, (owner, name, entry.run, now - self._most_age_s))
+            columns = "owner, id, client, run, used, nbytes, response_bytes"
+            values = (owner, name, client, entry.run, now, entry.nbytes, len(entry.response))
+            query = f"INSERT INTO entries({columns}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            added = writer.execute(query, values)
+            if not added.rowcount:
+                return False
+            number: Any = added.lastrowid
+            writer.execute("INSERT INTO contents VALUES (?, zeroblob(?))", (number, entry.nbytes))
+            with writer.blobopen("contents", "content", number) as blob:
+                blob.write(entry.response)
+                blob.write(entry.input)
+        # Each eviction is a transaction of its own, between which other processes write.
+        for column, most in (("entries", self.size), ("nbytes", self.most_bytes)):
+            full, evict = f"SELECT 1 FROM clients WHERE client = x'' AND {column} > ?", EVICT.format(column)
+            while writer.execute(full, (most,)).fetchone() and writer.execute(evict).rowcount:
+                pass
+        return writer.execute(f"SELECT 1 FROM entries WHERE {NAMED}", (owner, name)).fetchone() is not None
+
+    def _delete(self, owner: bytes, name: bytes) -> bool:
+        return self._writer.execute(f"DELETE FROM entries WHERE {NAMED}", (owner, name)).rowcount > 0
+
+    def _touch(self, number: int) -> None:
+        now = time.time()
+        self._writer.execute("UPDATE entries SET used = ? WHERE number = ?", (now, number))
+        self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        oldest = "SELECT number FROM entries WHERE used <= ? ORDER BY used LIMIT ?"
+        self._writer.execute(f"DELETE FROM entries WHERE number IN ({oldest})", (now - self._most_age_s, STEP_ENTRIES))

@@ -199,6 +199,12 @@ async def response_events(
             if piece.finish_reason:
                 for event in output.take(parser.finish(sequence), None):
                     yield event
+        response = final_value(value, output, sequence, parser.reasoning_tokens)
+        if serving.additions.metrics:
+            response |= request_metrics([sequence])
+        for event in output.close("completed" if response["status"] == "completed" else "incomplete"):
+            yield event
+        await store_response(response)
     except Exception as e:
         if not has_begun:
             raise
@@ -206,10 +212,4 @@ async def response_events(
         failed = {**value, "status": "failed", "error": {"code": "server_error", "message": error.message}}
         yield {"type": "response.failed", "response": failed, "cause": error}
         return
-    response = final_value(value, output, sequence, parser.reasoning_tokens)
-    if serving.additions.metrics:
-        response |= request_metrics([sequence])
-    for event in output.close("completed" if response["status"] == "completed" else "incomplete"):
-        yield event
-    await store_response(response)
     yield {"type": f"response.{response['status']}", "response": response}

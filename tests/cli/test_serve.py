@@ -1,6 +1,9 @@
 """python -m dflash_jax.serve as a process, and its options."""
 
+import asyncio
 import contextlib
+import hashlib
+import json
 import os
 import re
 import signal
@@ -15,6 +18,7 @@ import pytest
 import trustme
 
 from dflash_jax.cli.serve import main
+from dflash_jax.server.response_store import ResponseStore
 
 SMALL = ["--bundled", "--port", "0", "--slots", "1", "--max-len", "512", "--prefix-bytes", "0", "--draft", "none"]
 # Prompts in one size of chunks: each is a program more for every server.
@@ -136,13 +140,20 @@ def test_tls_under_the_path_of_a_proxy(tmp_path):
 
 
 def test_server_listens_on_a_unix_socket_and_removes_it(tmp_path):
-    path = str(tmp_path / "server.sock")
+    """Of its files, that of stored responses alone is kept."""
+    path, store = str(tmp_path / "server.sock"), tmp_path / "responses.sqlite"
     transport = httpx.HTTPTransport(uds=path)
-    with serving("--uds", path, transport=transport) as (process, url):
+    with serving("--uds", path, "--response-store-path", str(store), transport=transport) as (process, url):
         assert url == f"http+unix://{path}"
         with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=120) as client:
             answer = client.post("http://localhost/v1/completions", json={"prompt": "def f(", "max_tokens": 3})
             assert answer.json()["usage"]["completion_tokens"] == 3
+            answer = client.post("http://localhost/v1/responses", json={"input": "hi", "max_output_tokens": 3})
+            assert answer.json()["store"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert not os.path.exists(path)
+    assert list(tmp_path.iterdir()) == [store]
+    kept = ResponseStore(path=store)
+    owner = hashlib.sha256(b"").digest()
+    assert json.loads(asyncio.run(kept.get(owner, answer.json()["id"])).response) == answer.json()
+    kept.close()
