@@ -138,7 +138,10 @@ class EngineConfig:
         prefill_padding: The largest share of a prefill program that may be padding.
         prefill_batch_tokens: Tokens of a program that takes several prompts of a data shard, at most.
         max_num_batched_tokens: Tokens of a step: those of prefill and of one decoding round.
-        max_queue: Requests that may wait; None for any number.
+        max_queue: Requests that may wait; None for any number. Each client has room for its share.
+        trusts_priority: Whether priorities order the requests of all clients, not only those of one.
+        recomputes_exactly: Whether tokens that are computed again have the same bits or differ in ties only. Then a
+            client that has more than its share of the slots gives up one for another client.
         max_decode_batch: Sequences decoded in one dispatch; 1 makes each sequence's arithmetic independent of the
             others, None is all.
         prefix_bytes: Bytes of the prefix cache on one device; 0 for none.
@@ -158,6 +161,8 @@ class EngineConfig:
     prefill_batch_tokens: int = 0
     max_num_batched_tokens: int = 2048
     max_queue: int | None = None
+    trusts_priority: bool = True
+    recomputes_exactly: bool = False
     max_decode_batch: int | None = None
     prefix_bytes: int = 0
     prefix_host_bytes: int = 0

@@ -1,11 +1,10 @@
 """The engine: requests in, token events out."""
 
-import heapq
 import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import isnan
 
@@ -22,12 +21,17 @@ from dflash_jax.engine.request import NO_SLOT, Event, Request, RequestLimits, Ti
 from dflash_jax.engine.results import Results, as_failure, reason, take_scores
 from dflash_jax.engine.scheduler import DecodeScheduler
 from dflash_jax.engine.statistics import Statistics
+from dflash_jax.engine.turns import NEW_TOKEN, Turns, WaitingRequests
 from dflash_jax.errors import EngineError, InputError, UnavailableError
 
 log = logging.getLogger("dflash_jax")
 
 # Seconds that a step without other work waits for a late mask, or for a program that is being compiled.
 WAIT_S = 0.005
+# Seconds that a client waits before another one gives up a slot for it.
+SLOT_WAIT_S = 0.5
+# Requests that may have a slot or wait, if many clients use their shares, over those of one client.
+MOST_SHARES = 2
 
 
 def added(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -73,9 +77,8 @@ class Engine:
     def _clear(self) -> None:
         # Requests that have not ended, in the order of arrival.
         self._live: dict[Request, None] = {}
-        # Requests without a slot, and the order in which they get one; there are also entries of some that have left.
-        self._waiting: dict[Request, None] = {}
-        self._queue: list[tuple[int, int, Request]] = []
+        self._turns = Turns()
+        self._waiting = WaitingRequests(self._turns)
         self._by_slot: dict[int, Request] = {}
         self.pages = Pages(self.runner, self._make_room)
         self.prefix_cache = PrefixCache(self.config.prefix_bytes, self.config.prefix_host_bytes, self.pages)
@@ -109,7 +112,7 @@ class Engine:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the requests in the queue."""
-        return sum(len(request.prompt) for request in list(self._waiting))
+        return sum(len(request.prompt) for request in self._waiting)
 
     @property
     def free_slots(self) -> int:
@@ -140,12 +143,15 @@ class Engine:
         r = request
         self.limits.check(r.prompt, r.params, r.block_size, r.stops, r.prompt_logprobs)
 
-    def check_queue(self, unfinished: int, new: int = 1) -> None:
+    def check_queue(self, unfinished: Mapping[Hashable, int], client: Hashable, new: int = 1) -> None:
         """Checks that further requests may wait: all that have not ended have a slot or a place in the queue.
 
+        A client has room for its share of the places at least, if others have taken them.
+
         Args:
-            unfinished: Requests that have not ended.
-            new: Further ones.
+            unfinished: Requests that have not ended, by client.
+            client: Whose requests the further ones are.
+            new: How many.
 
         Raises:
             InputError: There are never so many places.
@@ -157,9 +163,12 @@ class Engine:
         if new > places:
             slots = f"{self.runner.slots} slots and {self.config.max_queue} places in the queue"
             raise InputError(f"{new} sequences at once do not fit into {slots}: at most {places} do")
-        if unfinished + new > places:
-            waiting = max(0, unfinished - self.runner.slots)
-            raise QueueFullError(f"{waiting} requests are waiting: {self.config.max_queue} may")
+        total, own = sum(unfinished.values()), unfinished.get(client, 0)
+        share = places // len({*unfinished, client})
+        if (own + new > share and total + new > places) or total + new > MOST_SHARES * places:
+            waiting = max(0, total - self.runner.slots)
+            whose = f", {own} requests of this client" if own < total else ""
+            raise QueueFullError(f"{waiting} requests are waiting{whose}: {self.config.max_queue} may")
 
     def submit(self, request: Request) -> None:
         """Queues a request. One that has tokens already goes on after them.
@@ -172,27 +181,16 @@ class Engine:
         if self.failure is not None:
             raise UnavailableError(self.failure)
         self.check(request)
-        self.check_queue(len(self._live))
+        self.check_queue(self._turns.active, request.client)
         request.resumed = len(request.tokens)
         if request.tokens and request.mask is not None:
             self._results.advance_mask(request, request.tokens)
         request.times = Times(self.runner.clock)
         request.order = next(self._order)
+        request.level = request.priority if self.config.trusts_priority else 0
         self._live[request] = None
-        self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        self._waiting[request] = None
-        heapq.heappush(self._queue, (*request.rank, request))
-
-    def _dequeue(self, request: Request) -> None:
-        """Takes a request out of the queue, if it is there. Its entry stays until most entries are such."""
-        if request not in self._waiting:
-            return
-        del self._waiting[request]
-        if len(self._queue) > 2 * len(self._waiting):
-            self._queue = [(*waiting.rank, waiting) for waiting in self._waiting]
-            heapq.heapify(self._queue)
+        self._turns.begin(request.client)
+        self._waiting.push(request)
 
     def abort(self, request: Request) -> None:
         """Ends a request at any stage. Its only further event has the finish reason "abort"."""
@@ -262,6 +260,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """Starts the device's next work; False where there is none."""
+        self._share_slots()
         self._requeue()
         self._swap_in()
         self._admit()
@@ -305,9 +304,9 @@ class Engine:
         may_swap, copy = self._may_swap(request), None
         while may_swap and (copy := self.pages.swap_out(request.slot)) is None:
             may_swap = self.prefix_cache.tiers.give_up_host_memory()
-        request.swapped, request.must_recompute = copy, copy is None
+        request.swapped = copy
         if copy is None:
-            self.pages.release(request.slot)
+            self._give_up(request)
 
     def _may_swap(self, request: Request) -> bool:
         """Whether a request's pages may wait on the host beside those that do."""
@@ -316,6 +315,28 @@ class Engine:
         limit = self.config.swap_bytes
         taken = sum(self.pages.bytes_of((copied_pages(full), copied_pages(windowed))) for full, windowed in counts)
         return limit is None or taken <= limit
+
+    def _share_slots(self) -> None:
+        """Takes a slot from the client with the most, for one that has fewer than its share and waits for a while."""
+        if self._free or not self._waiting or not self.config.recomputes_exactly:
+            return
+        request = self._waiting.first()
+        if self.runner.clock - request.times.submitted < SLOT_WAIT_S:
+            return
+        held = Counter(each.client for each in self._by_slot.values())
+        richest = max(held, key=lambda client: held[client])
+        if held[request.client] + 1 >= held[richest] or any(r.must_recompute for r in self._by_slot.values()):
+            return
+        owned = [each for each in self._by_slot.values() if each.client == richest and each.is_resident]
+        if owned:
+            self.statistics.preemptions += 1
+            self._give_up(max(owned, key=lambda each: each.rank))
+
+    def _give_up(self, request: Request) -> None:
+        """Gives up a request's pages without a copy."""
+        self._prefiller.stop_caching(request)
+        request.must_recompute = True
+        self.pages.release(request.slot)
 
     def _requeue(self) -> None:
         """Queues requests whose pages are given up. They go on after their tokens, as if submitted with them."""
@@ -330,7 +351,7 @@ class Engine:
             if len(request.prompt_entries) < len(request.prompt) - 1:
                 # Complete ones stay: others may be reading them with the first token.
                 request.prompt_entries = []
-            self._enqueue(request)
+            self._waiting.push(request)
 
     def _swap_in(self) -> None:
         """Brings pages back from the host where there is room for them beside the requests ahead."""
@@ -373,17 +394,14 @@ class Engine:
             return
         promised = self._promised()
         while self._waiting and self._free:
-            request = self._queue[0][-1]
-            if request not in self._waiting:
-                heapq.heappop(self._queue)
-                continue
+            request = self._waiting.first()
             # A slot of the data shard that has the most free ones.
             room, needs = Counter(self.runner.shard(s) for s in self._free), self._need(request)
             shards = [shard for shard in room if self.pages.fits(shard, needs, promised[shard])]
             slots = [s for s in self._free if self.runner.shard(s) in shards]
             if not slots:
                 return
-            del self._waiting[heapq.heappop(self._queue)[-1]]
+            self._waiting.remove(request)
             slot = max(slots, key=lambda s: (room[self.runner.shard(s)], -s))
             self._free.remove(slot)
             request.slot, self._by_slot[slot] = slot, request
@@ -393,6 +411,7 @@ class Engine:
             if isnan(request.times.admitted):
                 request.times = replace(request.times, admitted=self.runner.clock)
                 self.statistics.prompt_tokens += len(request.prompt)
+                self._turns.spend(request.client, len(request.prompt))
             if len(request.context) > 1:
                 block_size = request.block_size
                 self._prefiller.add(request, self._scheduler.is_drafting if block_size == "auto" else block_size > 1)
@@ -475,6 +494,7 @@ class Engine:
             for i, request in enumerate(ticket.batch):
                 request.ahead -= ticket.dispatch.most_tokens
                 if request.finish_reason is None:
+                    self._turns.spend(request.client, NEW_TOKEN * len(outcome.tokens[i]))
                     block_size, drafter = ticket.dispatch.block_sizes[i], ticket.dispatch.speculation.drafter
                     events += self._results.events(request, outcome, i, block_size, drafter)
         return events
@@ -502,7 +522,8 @@ class Engine:
         request.times = replace(request.times, finished=self.runner.clock)
         self.statistics.requests[finish_reason] += 1
         del self._live[request]
-        self._dequeue(request)
+        self._waiting.remove(request)
+        self._turns.end(request.client)
         if request.mask is not None:
             self._results.close_mask(request)
         request.swapped = None

@@ -3,7 +3,7 @@
 import itertools
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from dflash_jax.decoding.prefill import MediaChunk
@@ -72,7 +72,9 @@ class _Prefill:
 
 
 class Prefiller:
-    """Runs chunks of prompts, short ones together. After its turn a prompt goes after the others of its priority.
+    """Runs chunks of prompts, short ones together, of each client by turns.
+
+    After its turn a prompt goes after the others of its client and priority.
 
     Args:
         runner: The device's work.
@@ -95,6 +97,8 @@ class Prefiller:
         self.sizes, self.padding = config.prefill_sizes, config.prefill_padding
         self._order = itertools.count()
         self._queue: deque[_Prefill] = deque()
+        # The number of each client's last chunk, while it has prompts here.
+        self._last_turns: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -164,7 +168,14 @@ class Prefiller:
         Returns:
             (request, ticket of the runner) of each chunk, and the requests whose prefill is complete.
         """
-        started, complete, turns = [], [], deque(sorted(self._queue, key=lambda p: p.request.priority))
+        clients = {prefill.request.client for prefill in self._queue}
+        self._last_turns = {each: self._last_turns.get(each, -1) for each in clients}
+
+        def turn(prefill: _Prefill) -> tuple[int, int, int]:
+            request = prefill.request
+            return request.level, self._last_turns[request.client], request.priority
+
+        started, complete, turns = [], [], deque(sorted(self._queue, key=turn))
         while turns and budget > 0:
             prefill = turns.popleft()
             if not prefill.request.is_resident:
@@ -174,6 +185,7 @@ class Prefiller:
             batch, tokens, ticket = self._advance(prefill, turns, budget)
             budget -= tokens
             for member in batch:
+                self._last_turns[member.request.client] = next(self._order)
                 if ticket is not None:
                     started.append((member.request, ticket))
                 self._queue.remove(member)
@@ -224,7 +236,7 @@ class Prefiller:
             and other.next_cut == cut
             and self._can_advance(other)
             and other.order < prefill.order
-            and other.request.priority <= prefill.request.priority
+            and other.request.level <= prefill.request.level
         )
 
     def _advance(self, prefill: _Prefill, others: Sequence[_Prefill], budget: int) -> tuple[list, int, object]:
@@ -287,7 +299,7 @@ class Prefiller:
     def _batch(self, first: _Prefill, others: Sequence[_Prefill], size: int, limit: int) -> list[_Prefill]:
         """``first`` and those of ``others`` that run with it, ``limit`` in all at most.
 
-        Those are of the same priority, and the program of ``size`` tokens takes their next chunk.
+        Those are of the same level, and the program of ``size`` tokens takes their next chunk.
         """
         batch, room = [first], self.batch_sizes(size)[-1]
         if first.has_media:
@@ -301,7 +313,7 @@ class Prefiller:
                 len(batch) < limit
                 and used[shard] < room
                 and other.drafting == first.drafting
-                and other.request.priority == first.request.priority
+                and other.request.level == first.request.level
                 and other.request.prompt_logprobs is None
                 and other.request.is_resident
                 and not other.has_media

@@ -1,7 +1,7 @@
 """Requests to the engine, what they may ask for, and the events that it returns."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Protocol
@@ -127,7 +127,8 @@ class Request:
         prompt: Token ids, at least one.
         params: Sampling parameters with no None among the sampling options.
         stops: Token ids that end the text.
-        priority: Lower values go first.
+        priority: Lower values go first, of one client.
+        client: Whose request it is; clients take turns (`engine.turns`).
         block_size: Tokens that a round may yield; "auto" leaves the choice to the engine.
         draft_window_size: The last positions that the drafter sees; None: those of the engine's settings, which are the
             most in any case.
@@ -142,6 +143,7 @@ class Request:
         tokens: New tokens so far. A request that is submitted with tokens goes on after them.
         resumed: How many tokens it was submitted with, or had when its pages were given up.
         order: Number of its submission.
+        level: Its priority, where priorities of clients are trusted; otherwise 0.
         ahead: New tokens at most that started dispatches bring and that are not in ``tokens``.
         swapped: Its pages, while they are on the host; None otherwise.
         must_recompute: Whether its pages are given up without a copy. It goes back into the queue.
@@ -157,6 +159,7 @@ class Request:
     params: SamplingParams
     stops: Sequence[int] = ()
     priority: int = 0
+    client: Hashable = None
     block_size: BlockSize = "auto"
     draft_window_size: int | None = None
     draft_sink_size: int = 0
@@ -170,6 +173,7 @@ class Request:
     tokens: list[int] = field(default_factory=list, init=False)
     resumed: int = field(default=0, init=False)
     order: int = field(default=0, init=False)
+    level: int = field(default=0, init=False)
     ahead: int = field(default=0, init=False)
     swapped: object = field(default=None, init=False, repr=False)
     must_recompute: bool = field(default=False, init=False)
@@ -199,7 +203,7 @@ class Request:
     @property
     def rank(self) -> tuple[int, int]:
         """Its place in the order of requests: lower goes first."""
-        return self.priority, self.order
+        return self.level, self.order
 
     @property
     def need(self) -> int:

@@ -1,7 +1,9 @@
 """Delivery of the engine's events to the receivers of their requests."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 
 from dflash_jax.engine.request import Event, Request
 
@@ -16,6 +18,8 @@ class EventRouter:
     """
 
     def __init__(self):
+        self._clients: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
         self._receivers: dict[Request, tuple[Receive, asyncio.AbstractEventLoop | None]] = {}
 
     def __len__(self) -> int:
@@ -26,13 +30,27 @@ class EventRouter:
         """Requests that have a receiver."""
         return list(self._receivers)
 
+    @property
+    def unfinished(self) -> Counter[Hashable]:
+        """How many these are, by client."""
+        with self._lock:
+            return self._clients.copy()
+
     def add(self, request: Request, receive: Receive, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Delivers the messages of a request to ``receive``, in the thread of ``loop`` or else in `send`."""
-        self._receivers[request] = receive, loop
+        with self._lock:
+            self._clients[request.client] += request not in self._receivers
+            self._receivers[request] = receive, loop
 
     def remove(self, request: Request) -> bool:
         """Ends delivery to a request; False where it had no receiver."""
-        return self._receivers.pop(request, None) is not None
+        with self._lock:
+            if self._receivers.pop(request, None) is None:
+                return False
+            self._clients[request.client] -= 1
+            if not self._clients[request.client]:
+                del self._clients[request.client]
+            return True
 
     def send(self, messages: Iterable[tuple[Request, Message]]) -> None:
         """Delivers messages, to each event loop in one call."""

@@ -141,7 +141,8 @@ class AsyncEngine:
         if self._stopping or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
         # Requests with a receiver count, also those whose submission waits for the end of a long step.
-        self.engine.check_queue(len(self._router), len(requests))
+        if requests:
+            self.engine.check_queue(self._router.unfinished, requests[0].client, len(requests))
 
     async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
         inbox: asyncio.Queue = asyncio.Queue()

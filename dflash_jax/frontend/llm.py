@@ -320,6 +320,7 @@ class LLM(Generation):
             swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             media=self.media is not None,
+            recomputes_exactly=self.reproducible or self.dtype == "float32",
             **options,
         )
         tower = 0 if self.media is None else self.media.encoder.device_bytes(capacity)

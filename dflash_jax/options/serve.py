@@ -122,7 +122,14 @@ class ServeOptions(LLMOptions, CommandOptions):
         None, "tokens in the caches of all requests and known prefixes (default: as many as fit)", "N", least=1
     )
     max_queue: int = _load(
-        1024, "requests that wait", "N", least=0, aliases="--max-queued-requests --max-num-queued-reqs"
+        1024,
+        "requests that wait; each client has room for its share",
+        "N",
+        least=0,
+        aliases="--max-queued-requests --max-num-queued-reqs",
+    )
+    trust_priority: bool = _load(
+        False, "priorities order the requests of all clients (default: those of one client, and clients take turns)"
     )
     max_num_batched_tokens: int | None = _load(
         None,

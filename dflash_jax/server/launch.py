@@ -91,7 +91,7 @@ def engine_of(args, llm):
     """An engine of the length that the arguments ask for; without one, of the longest half of the model's that fits."""
     capacity, slots = llm.max_len, llm.programs.data * -(-args.slots // llm.programs.data)
     options = {"max_queue": args.max_queue, "max_num_batched_tokens": args.max_num_batched_tokens, "masks": True}
-    options["max_total_tokens"] = args.max_total_tokens
+    options |= {"max_total_tokens": args.max_total_tokens, "trusts_priority": args.trust_priority}
     while True:
         try:
             return llm.new_engine(llm.programs, slots, capacity, **options)

@@ -1,0 +1,170 @@
+"""Clients take turns: in the queue, in slots, in prefill and in the places of a full queue."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_jax.engine import engine as engine_module
+from dflash_jax.engine.engine import QueueFullError
+from dflash_jax.engine.turns import KEPT_ACCOUNTS, Turns
+from tests.engine.mock_runner import engine, expected, request, run
+
+
+def admitted(e) -> list:
+    return [entry[2] for entry in e.runner.log if entry[0] == "admit"]
+
+
+def submit(e, *requests) -> None:
+    for r in requests:
+        e.submit(r)
+
+
+def test_a_second_client_is_next_however_many_one_has_sent():
+    e = engine(slots=1)
+    many = [request(range(1, 30), 5, client="a") for _ in range(20)]
+    submit(e, *many)
+    e.step()
+    one = request([1, 2], 3, client="b")
+    e.submit(one)
+    run(e)
+    assert admitted(e)[:3] == [many[0], one, many[1]]
+    assert all(r.tokens == expected(r.prompt, 5) for r in many)
+
+
+def test_clients_get_tokens_in_equal_parts_and_one_client_by_priority_and_arrival():
+    e = engine(slots=1, trusts_priority=False)
+    large = [request(range(1, 61), 5, client="large") for _ in range(4)]
+    small = [request([i + 1, 2], 5, client="small", priority=-i) for i in range(40)]
+    submit(e, *large, *small)
+    run(e)
+    order = admitted(e)
+    # 60 tokens of a prompt and 5 new ones count as much as 6 prompts of 2 with 5 new ones.
+    places = [order.index(r) for r in large]
+    assert places[0] == 0
+    assert all(5 <= b - a <= 8 for a, b in pairwise(places))
+    assert [r for r in order if r.client == "small"] == small[::-1]
+
+
+def test_an_idle_client_saves_nothing_up():
+    turns = Turns()
+    turns.begin("idle")
+    turns.end("idle")
+    turns.begin("busy")
+    turns.spend("busy", 1000)
+    turns.begin("idle")
+    assert turns.served("idle") == 1000
+    turns.spend("idle", 50)
+    turns.end("idle")
+    turns.begin("idle")
+    # Nor does it forget what it had more than others.
+    assert turns.served("idle") == 1050
+
+
+def test_accounts_of_idle_clients_are_bounded_and_the_oldest_go_first():
+    turns = Turns()
+    for i in range(KEPT_ACCOUNTS + 10):
+        turns.begin(i)
+        turns.spend(i, 5)
+        turns.end(i)
+    assert len(turns._served) == KEPT_ACCOUNTS
+    turns.begin(KEPT_ACCOUNTS + 9)
+    assert turns.served(KEPT_ACCOUNTS + 9) == 5
+    turns.begin(0)
+    assert turns.served(0) == 5  # the least of those active
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_priority_counts_across_clients_only_where_it_is_trusted(is_trusted):
+    e = engine(slots=1, trusts_priority=is_trusted)
+    first = request([1, 2], 3, client="a", priority=-9)
+    pushing = [request(range(1, 40), 3, client="a", priority=-9) for _ in range(3)]
+    modest = request([1, 2], 3, client="b")
+    submit(e, first, *pushing, modest)
+    run(e)
+    assert admitted(e).index(modest) == (4 if is_trusted else 1)
+
+
+def test_a_prompt_of_a_second_client_is_prefilled_after_one_chunk_of_the_first():
+    e = engine(slots=8, max_num_batched_tokens=16)
+    many = [request(range(i, 400 + i), 3, client="a") for i in range(1, 7)]
+    submit(e, *many)
+    for _ in range(3):
+        e.step()
+    ones = [request(range(20 + i, 31 + i), 3, client="b") for i in range(2)]
+    submit(e, *ones)
+    for n in (1, 1, 2):
+        e.step()
+        assert sum(r.prefilled > 0 for r in ones) == n
+    run(e)
+    assert all(r.tokens == expected(r.prompt, 3) for r in (*many, *ones))
+
+
+def slots_of(e) -> dict:
+    held = {}
+    for r in e._by_slot.values():
+        held[r.client] = held.get(r.client, 0) + 1
+    return held
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(is_exact, monkeypatch):
+    """Where computing tokens again is exact; texts stay the same."""
+    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    e = engine(slots=4, recomputes_exactly=is_exact)
+    many = [request([i + 1, 7], 300, client="a") for i in range(6)]
+    submit(e, *many)
+    for _ in range(3):
+        e.step()
+    others = [request([50 + i, 7], 30, client="b") for i in range(3)]
+    submit(e, *others)
+    for _ in range(4):
+        e.step()
+    assert slots_of(e).get("b", 0) == (2 if is_exact else 0)
+    run(e)
+    for r in (*many, *others):
+        assert r.tokens == expected(r.prompt, r.params.max_tokens)
+    assert e.statistics.preemptions == (2 if is_exact else 0)
+
+
+def test_no_slot_is_taken_from_a_client_that_has_its_share(monkeypatch):
+    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    e = engine(slots=3, recomputes_exactly=True)
+    submit(e, *(request([i + 1, 7], 50, client="abc"[i % 3]) for i in range(9)))
+    run(e)
+    assert e.statistics.preemptions == 0
+
+
+def test_a_full_queue_has_room_for_each_clients_share():
+    e = engine(slots=2, max_queue=6)
+    submit(e, *(request([1, 2], client="a") for _ in range(8)))
+    with pytest.raises(QueueFullError, match=r"6 requests are waiting: 6 may"):
+        e.submit(request([1, 2], client="a"))
+    submit(e, *(request([1, 2], client="b") for _ in range(4)))
+    with pytest.raises(QueueFullError, match=r"10 requests are waiting, 4 requests of this client: 6 may"):
+        e.submit(request([1, 2], client="b"))
+    submit(
+        e, *(request([1, 2], client="c") for _ in range(2)), request([1, 2], client="d"), request([1, 2], client="d")
+    )
+    with pytest.raises(QueueFullError):
+        e.submit(request([1, 2], client="e"))
+    run(e)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2), st.integers(1, 9)), max_size=40), st.integers(0, 9))
+def test_every_request_ends_whatever_clients_send_and_abort(sent, seed):
+    rng = random.Random(seed)
+    e = engine(slots=2, recomputes_exactly=True, trusts_priority=bool(seed % 2), pages=12)
+    requests = [request(range(1, 1 + 3 * n), n, client=client, priority=priority) for client, priority, n in sent]
+    for r in requests:
+        e.submit(r)
+        if rng.random() < 0.2:
+            e.abort(rng.choice(requests[: requests.index(r) + 1]))
+        if rng.random() < 0.5:
+            e.step()
+    run(e)
+    assert all(r.finish_reason for r in requests)
+    assert not e._turns.active
+    assert not len(e._waiting)
