@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decoding.sampling import Logprobs, draw
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
@@ -347,44 +347,92 @@ def decode(
         The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``. It
         has the log-probabilities of the last RECORDED positions.
     """
-    taps, size, batch = drafter.taps if drafter is not None else (), settings.block_size, state.tokens.shape[0]
-    # Contexts that no round of this call reads are left to an extension at the end, which costs each round less.
+    taps, size = drafter.taps if drafter is not None else (), settings.block_size
     now, later = _contexts(drafter, size)
-    deferred, buffer = deferred_features(target, drafter, batch, size), None
-    if deferred is not None:
-        rounds = jnp.minimum(rounds, deferred.shape[1])
-        buffer = jnp.zeros(deferred.shape, deferred.dtype)
+    waiting = _WaitingContexts(target, drafter, later, taps, state, size)
     before, mode = state, sampling_mode(state.sampling)
 
     def goes_on(carry: tuple[Array, DecodeState, Array | None]) -> Array:
-        i, state, buffer = carry
+        i, state, _ = carry
         num_gained = (state.length - before.length).max()
         has_room = True if new_tokens is None else num_gained + size <= new_tokens
-        if buffer is not None and size > 1:
-            has_room = has_room & ((state.num_cached - before.num_cached).max() + size <= buffer.shape[1])
+        has_room = has_room & waiting.has_room(state, i)
         return (i < rounds) & ~state.done.all() & (has_room | (i == 0))
 
     def body(carry: tuple[Array, DecodeState, Array | None]) -> tuple[Array, DecodeState, Array | None]:
-        i, state, buffer = carry
+        i, state, kept = carry
         block = next_block(target, drafter, state, settings, mode)
         logits, features, record = verify(target, state, block, taps)
         after = decide(state, block, logits, None, mode)
-        waiting = None if later is None else features_of(later.taps, features, taps)
-        if buffer is not None and waiting is not None:
-            if size == 1:
-                buffer = jax.lax.dynamic_update_slice_in_dim(buffer, waiting.astype(buffer.dtype), i, axis=1)
-            else:
-                # Those of rejected drafts are overwritten, or after the last token.
-                steps = (state.num_cached - before.num_cached)[:, None] + jnp.arange(size)[None]
-                rows = jnp.arange(batch)[:, None]
-                buffer = buffer.at[rows, steps].set(waiting.astype(buffer.dtype), mode="drop")
+        kept = waiting.keep(kept, features, state, i)
         features = None if now is None else features_of(now.taps, features, taps)
-        return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), buffer
+        return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), kept
 
-    _, state, buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, buffer))
-    if later is not None and buffer is not None:
-        state = _extend_draft(target, later, before, state, buffer, EXTENSION_SIZE if size == 1 else DEFERRED_SIZE)
-    return state.restart_draft_contexts(before, extended_contexts(drafter))
+    _, state, kept = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, waiting.nothing()))
+    return waiting.extend(state, kept).restart_draft_contexts(before, extended_contexts(drafter))
+
+
+class _WaitingContexts:
+    """Contexts that no round of a `decode` call reads: they are extended at its end, which costs each round less.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        later: The drafter with these contexts; None for no context.
+        taps: Layers whose features a round has.
+        before: The state at the beginning.
+        size: The block size.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafting | None,
+        later: Drafting | None,
+        taps: tuple[int, ...],
+        before: DecodeState,
+        size: int,
+    ):
+        self._target, self._later, self._taps, self._before, self._size = target, later, taps, before, size
+        self._shape = deferred_features(target, drafter, before.tokens.shape[0], size)
+
+    def nothing(self) -> Float[Array, "B places taps H"] | None:
+        """Room for the features that the contexts will take; None where no context waits."""
+        return None if self._shape is None else jnp.zeros(self._shape.shape, self._shape.dtype)
+
+    def has_room(self, state: DecodeState, i: Int[Array, ""]) -> Bool[Array, ""] | bool:
+        """Whether there is room for round ``i``."""
+        if self._shape is None:
+            return True
+        if self._size == 1:
+            return i < self._shape.shape[1]
+        return (state.num_cached - self._before.num_cached).max() + self._size <= self._shape.shape[1]
+
+    def keep(
+        self,
+        kept: Float[Array, "B places taps H"] | None,
+        features: Float[Array, "B T taps H"] | None,
+        state: DecodeState,
+        i: Int[Array, ""],
+    ) -> Float[Array, "B places taps H"] | None:
+        """``kept`` with the features of round ``i`` of ``state``."""
+        if kept is None or self._later is None:
+            return kept
+        new = features_of(self._later.taps, features, self._taps)
+        if new is None:
+            return kept
+        if self._size == 1:
+            return jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), i, axis=1)
+        # Those of rejected drafts are overwritten, or after the last token.
+        steps = (state.num_cached - self._before.num_cached)[:, None] + jnp.arange(self._size)[None]
+        return kept.at[jnp.arange(len(steps))[:, None], steps].set(new.astype(kept.dtype), mode="drop")
+
+    def extend(self, state: DecodeState, kept: Float[Array, "B places taps H"] | None) -> DecodeState:
+        """``state`` with the contexts extended by the tokens since the beginning."""
+        if kept is None or self._later is None:
+            return state
+        size = EXTENSION_SIZE if self._size == 1 else DEFERRED_SIZE
+        return _extend_draft(self._target, self._later, self._before, state, kept, size)
 
 
 def _extend_draft(
