@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from dflash_jax.cluster.metrics import merged
 from dflash_jax.cluster.relay import HOP_HEADERS, Answer, Link, Relay, as_json
 from dflash_jax.cluster.routing import ANSWER_S, Replica, Replicas
 from dflash_jax.server.access import OPEN_PATHS, Access
-from dflash_jax.server.body import Body, check_type, has_body
+from dflash_jax.server.body import Bodies, Body, check_type, has_body
 from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
 from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
 from dflash_jax.server.media import MEDIA_PATHS
@@ -49,8 +48,6 @@ class Ingress:
         link: What all requests share, once `start` has run.
     """
 
-    capacity = CAPACITY
-
     def __init__(
         self,
         secret: str,
@@ -63,14 +60,8 @@ class Ingress:
         self._secret, self.limits, self._wait_s = secret, limits, wait_s
         self._access = Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS), origins)
         self.is_draining, self.in_flight = False, 0
-        # See `BodyTable`.
-        self.arriving: set[Body] = set()
-        self.body_bytes, self.client_body_bytes, self.large_bodies = 0, Counter(), asyncio.Lock()
+        self._bodies = Bodies()
         self.link: Link | None = None
-
-    async def turn(self) -> None:
-        """See `BodyTable`."""
-        await asyncio.sleep(0)
 
     @property
     def replicas(self) -> Replicas:
@@ -122,7 +113,7 @@ class Ingress:
             if has_body(headers) and not self._access.is_open(scope):
                 check_type(headers)
                 client = owner if self._access.keys else None, (scope.get("client") or (None,))[0]
-                body = Body(self, client, self._most_bytes(scope["path"]))
+                body = Body(self._bodies, self.limits, client, self._most_bytes(scope["path"]), CAPACITY)
                 content = await body.read(receive)
             await self._answer(scope, content, receive, send)
         except ApiError as e:

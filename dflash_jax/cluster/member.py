@@ -71,9 +71,9 @@ class Member:
             (name, b"%d" % (int(value) - given.recorded) if name == b"content-length" else value)
             for name, value in kept
         ]
-        Run(given.key, given.created, lines).begin()
+        state = scope.get("state", {}) | {"run": Run(given.key, given.created, lines)}
         client = None if given.client is None else tuple(given.client)
-        await self.app(scope | {"headers": kept, "client": client}, receive, send)
+        await self.app(scope | {"headers": kept, "client": client, "state": state}, receive, send)
 
 
 async def _without_lines(receive: Callable, size: int) -> tuple[list[bytes], Callable]:

@@ -17,7 +17,7 @@ from dflash_jax.cluster.member import INTERNAL_HEADERS, RUN_HEADER, SECRET_HEADE
 from dflash_jax.cluster.routing import LOOK_S, Beginning, Replica, Replicas, beginnings_of
 from dflash_jax.server import messages, responses
 from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
-from dflash_jax.server.request_scope import until_gone
+from dflash_jax.server.request_context import until_gone
 from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED
 from dflash_jax.server.stream import DONE, KEEP_ALIVE, error_frame
 

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from dflash_jax.engine.engine import Engine
@@ -35,6 +35,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._commands: deque = deque()
         self._router = EventRouter()
+        self._reserved: set[Request] = set()
         self._stopping, self._has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -120,20 +121,29 @@ class AsyncEngine:
             UnavailableError: The engine has failed or was stopped.
         """
         try:
-            self.check([request])
+            self._check([request])
         except Exception:
             request.close()
             raise
         return self._events(request)
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Checks that requests can be submitted now, all of them.
+    @contextmanager
+    def reserved(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Holds places for requests, all of them or none, until each is submitted or the context ends.
 
         Raises:
             InputError: One can never run, or they are more than may ever wait.
             QueueFullError: The queue has not as many places now.
             UnavailableError: The engine has failed or was stopped.
         """
+        self._check(requests)
+        self._reserved.update(requests)
+        try:
+            yield
+        finally:
+            self._reserved.difference_update(requests)
+
+    def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.engine.check(request)
         if self.engine.failure is not None:
@@ -141,11 +151,13 @@ class AsyncEngine:
         if self._stopping or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
         # Requests with a receiver count, also those whose submission waits for the end of a long step.
-        if requests:
-            self.engine.check_queue(self._router.unfinished, requests[0].client, len(requests))
+        if new := sum(request not in self._reserved for request in requests):
+            unfinished = self._router.unfinished + Counter(request.client for request in self._reserved)
+            self.engine.check_queue(unfinished, requests[0].client, new)
 
     async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
         inbox: asyncio.Queue = asyncio.Queue()
+        self._reserved.discard(request)
         self._router.add(request, inbox.put_nowait, asyncio.get_running_loop())
         self._command(self._submit, request)
         try:

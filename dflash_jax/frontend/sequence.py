@@ -163,7 +163,8 @@ class TextSequence:
             self._has_ended = is_end and len(self.request.tokens) + len(ends) > self.request.params.min_tokens
             if text.stopped or self._has_ended:
                 break
-        self._watched.append((ends, starts))
+        if self.is_streamed:
+            self._watched.append((ends, starts))
         return len(ends) if text.stopped or self._has_ended else None
 
     def _is_shown(self, token: int) -> bool:

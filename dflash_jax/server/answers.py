@@ -6,6 +6,8 @@ from math import inf, isfinite, isnan, nan
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.metrics import MEDIA_STEPS
+from dflash_jax.server.schema import StreamOptions
+from dflash_jax.server.serving import Serving
 
 # OpenAI's log-probability of an impossible token: JSON has no infinity.
 IMPOSSIBLE = -9999.0
@@ -124,14 +126,14 @@ def usage(sequences: Sequence[TextSequence], choices: int, reasoning_tokens: int
     return totals.usage(reasoning_tokens)
 
 
-def request_metrics(sequences: Sequence[TextSequence]) -> dict:
-    """Times of a request with one sequence, in vLLM's shape, in milliseconds.
+def request_metrics(serving: Serving, sequences: Sequence[TextSequence]) -> dict:
+    """Times of a request with one sequence, in vLLM's shape, in milliseconds, where the server adds them.
 
     The result is {} for several sequences and for one that is not submitted. Unknown times are left out.
     ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the sequence gets a slot, as in
     vLLM. Images and videos have ``media_fetch_time_ms``, ``media_decode_time_ms`` and ``media_tower_time_ms`` before.
     """
-    if len(sequences) != 1 or not sequences[0].request.times.is_submitted:
+    if not serving.additions.metrics or len(sequences) != 1 or not sequences[0].request.times.is_submitted:
         return {}
     times = sequences[0].request.times
     new = len(sequences[0].request.tokens)
@@ -145,6 +147,18 @@ def request_metrics(sequences: Sequence[TextSequence]) -> dict:
     }
     values |= {f"media_{step}_time_ms": 1e3 * seconds for step, seconds in sequences[0].preparation.items()}
     return {"metrics": {name: value for name, value in values.items() if not isnan(value)}}
+
+
+def stream_totals(
+    serving: Serving, options: StreamOptions, totals: Totals, reasoning_tokens: int = 0, is_last: bool = False
+) -> dict:
+    """The fields ``usage`` and ``timings`` of a chunk, as a stream's ``options`` ask for them."""
+    if not options.include_usage:
+        return {}
+    if not (is_last or options.continuous_usage_stats):
+        return {"usage": None}
+    timings = {"timings": totals.timings(serving.clock, serving.plain_round_s)} if options.include_timings else {}
+    return {"usage": totals.usage(reasoning_tokens), **timings}
 
 
 def finite(logprob: float) -> float:

@@ -5,19 +5,16 @@ import time
 from collections.abc import Collection, Sequence
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 
 from dflash_jax.server import (
     chat,
-    chat_batch,
     completions,
     control,
-    info,
     messages,
     native,
-    notes,
     operations,
     render,
-    request_id,
     responses,
     stored_responses,
 )
@@ -27,15 +24,13 @@ from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
 from dflash_jax.server.page_files import PAGE_PATHS, page_file
-from dflash_jax.server.request_scope import begin_client, begin_endings, begin_tracking
-from dflash_jax.server.schema_base import unknown_fields
+from dflash_jax.server.request_context import ID_HEADER, RequestContext, while_connected
 from dflash_jax.server.serving import Serving
 
 log = logging.getLogger("dflash_jax.access")
 
 # Paths that work without an engine or are no requests for text.
 ALWAYS = (*OPEN_PATHS, "/abort_request", "/flush_cache", "/reset_prefix_cache")
-CLIENT_GONE = 499
 
 
 def needs_engine(scope) -> bool:
@@ -54,68 +49,69 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status, collected, sequences = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_tracking()
-        endings = begin_endings()
-        name = request_id.begin(scope, self.serving.additions.request_ids)
-        unknown_fields.set(self.serving.limits.unknown_fields)
+        # Applications around this one say what observes the request, and whether it is a run of an earlier one.
+        context = RequestContext(Headers(scope=scope), **scope.get("state", {}))
+        context.enter()
+        context.model, context.unknown_fields = self.serving.name, self.serving.limits.unknown_fields
+        if self.serving.additions.request_ids and ID_HEADER not in context.headers:
+            context.returned_id = context.run.fresh_id()
+        # A copy: the server keeps its own as long as the connection.
+        scope, start = scope | {"state": vars(context)}, time.perf_counter()
 
         async def send_with_headers(message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = [*notes.headers(collected), *request_id.headers(name)]
-                message = message | {"headers": [*message.get("headers", ()), *headers]}
+                context.status = message["status"]
+                message = message | {"headers": [*message.get("headers", ()), *context.answer_headers]}
             await send(message)
+            context.is_answered = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
-            await self._pass(scope, receive, send_with_headers)
+            await self._pass(context, scope, receive, send_with_headers)
         except ClientGoneError:
             pass
         except Exception:
-            status = 500
+            context.status = 500
             raise
         finally:
-            for sequence in sequences:
-                sequence.request.close()
-            for end in endings:
-                end()
+            context.end()
             milliseconds = 1e3 * (time.perf_counter() - start)
             client = (scope.get("client") or ("-",))[0]
             # The raw path: a decoded one could have line breaks.
             path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
-            log.info("%s %s %s %d %.1f ms", client, scope["method"], path, status, milliseconds)
+            log.info("%s %s %s %d %.1f ms", client, scope["method"], path, context.status, milliseconds)
 
-    async def _pass(self, scope, receive, send) -> None:
-        body, counts = None, False
+    async def _pass(self, context: RequestContext, scope, receive, send) -> None:
+        serving = self.serving
         try:
             headers = dict(scope["headers"])
+            # A client may abort requests and continue responses of the same owner.
+            context.owner = self.access.check(scope)
             self._check(scope, headers)
             # Without configured keys, the key of a request does not identify its sender.
-            owner, host = scope["state"]["owner"] if self.access.keys else None, (scope.get("client") or (None,))[0]
-            client = scope["state"]["client"] = (owner, host)
-            begin_client(client)
-            body = scope["state"]["body"] = Body(self.serving, client, self.serving.most_body_bytes(scope["path"]))
+            host = (scope.get("client") or (None,))[0]
+            context.client = context.owner if self.access.keys else host
+            most_bytes = serving.most_body_bytes(scope["path"])
+            body = context.body = Body(serving.bodies, serving.limits, context.client, most_bytes, serving.capacity)
+            context.endings.callback(body.close)
             # Counted after the check, which refuses the request where a signal began to drain meanwhile.
-            counts = needs_engine(scope)
-            self.serving.in_flight += counts
+            if needs_engine(scope):
+                serving.requests.add(context)
+                context.endings.callback(serving.requests.discard, context)
             if scope["method"] == "HEAD":
                 # The HTTP server omits the body of an answer to HEAD.
                 scope = scope | {"method": "GET"}
-            # Open paths use no body, so that unknown clients cannot fill memory.
-            if has_body(headers) and not self.access.is_open(scope):
-                receive = replayed(await body.read(receive), receive)
-            await self.app(scope, receive, send)
+            if has_body(headers) and self.access.is_open(scope):
+                # Open paths use no body, so that unknown clients cannot fill memory.
+                await self.app(scope, receive, send)
+                return
+            # No name for its content here: it is freed when the application has read it.
+            receive_body = replayed(await body.read(receive) if has_body(headers) else b"")
+            await while_connected(receive, self.app(scope, receive_body, send))
         except ApiError as e:
             await error_response(e, scope)(scope, receive, send)
-        finally:
-            self.serving.in_flight -= counts
-            if body is not None:
-                body.close()
 
     def _check(self, scope, headers: dict[bytes, bytes]) -> None:
         serving = self.serving
-        # A client may abort requests and continue responses of the same owner.
-        scope.setdefault("state", {})["owner"] = self.access.check(scope)
         length, most = headers.get(b"content-length", b"0"), serving.most_body_bytes(scope["path"])
         if length.isdigit() and int(length) > most:
             raise ApiError(413, f"the body has {int(length)} bytes: at most {most} are possible")
@@ -147,10 +143,7 @@ def build(
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
     app.state.serving, app.state.probe = serving, control.Probe(serving)
-    for module in (
-        *(chat, chat_batch, completions, responses, stored_responses, messages, native),
-        *(operations, info, control, render),
-    ):
+    for module in (chat, completions, responses, stored_responses, messages, native, operations, control, render):
         app.include_router(module.router)
     add_handlers(app)
     for path in PAGE_PATHS:

@@ -10,9 +10,9 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
+from functools import partial
+from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
@@ -116,12 +116,12 @@ def has_body(headers: dict[bytes, bytes]) -> bool:
     return headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
 
 
-def replayed(body: bytes, receive: Callable) -> Callable:
-    """A ``receive`` that returns ``body`` first, then calls the given ``receive``."""
+def replayed(body: bytes) -> Callable:
+    """A ``receive`` that returns ``body``, then nothing."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> dict:
-        return messages.pop() if messages else await receive()
+        return messages.pop() if messages else await asyncio.get_running_loop().create_future()
 
     return next_message
 
@@ -228,49 +228,45 @@ async def check_escapes(body: bytes, most: int) -> None:
         await asyncio.sleep(0)
 
 
-class BodyTable(Protocol):
-    """Counts of all bodies of a server; `Serving` implements it.
+class Bodies:
+    """The request bodies of a server.
 
     Attributes:
+        nbytes: Bytes of all bodies in memory.
+        nbytes_of: Bytes of the bodies of each client.
         arriving: Bodies that are being received.
-        body_bytes: Bytes of all bodies in memory.
-        client_body_bytes: Bytes of the bodies of each client.
+        large: Held while a large body is counted.
+        turn: Awaited before a body is parsed that is not tiny.
     """
 
-    arriving: set["Body"]
-    body_bytes: int
-    client_body_bytes: Counter
-
-    @property
-    def capacity(self) -> int:
-        """Positions of a slot."""
-        ...
-
-    @property
-    def limits(self) -> Limits:
-        """Limits of one body and of all bodies."""
-        ...
-
-    @property
-    def large_bodies(self) -> AbstractAsyncContextManager:
-        """Held while a large body is counted."""
-        ...
-
-    async def turn(self) -> None:
-        """See `Serving.turn`."""
+    def __init__(self, turn: Callable[[], Awaitable[None]] | None = None):
+        self.nbytes, self.nbytes_of, self.turn = 0, Counter(), turn or partial(asyncio.sleep, 0)
+        self.arriving: set[Body] = set()
+        self.large = asyncio.Lock()
 
 
 class Body:
-    """The body of one request. Its memory counts in ``serving`` until it is closed.
+    """The body of one request. Its memory counts in ``bodies`` until it is closed.
 
     When bodies have taken all their memory, the slowest arriving one is dropped for a large one. The bodies of one
-    ``client`` (its key and address) may take only a share, however fast they arrive.
+    ``client`` (its key, or its address) may take only a share, however fast they arrive.
     """
 
-    def __init__(self, serving: BodyTable, client: Hashable = None, most_bytes: int | None = None):
-        """Prepares the body of a ``client``; ``most_bytes`` of it are read, None for the limit of all paths."""
-        self._serving, self._client, self._size = serving, client, 0
-        self._most_bytes = serving.limits.body_bytes if most_bytes is None else most_bytes
+    def __init__(
+        self, bodies: Bodies, limits: Limits, client: Hashable = None, most_bytes: int | None = None, capacity: int = 0
+    ):
+        """Prepares a body.
+
+        Args:
+            bodies: All bodies of the server.
+            limits: Limits of one body and of all bodies.
+            client: Who sends it.
+            most_bytes: Most bytes of it; None for the limit of all paths.
+            capacity: Positions of a slot, twice as many of which are possible as values.
+        """
+        self._bodies, self._limits, self._client, self._size = bodies, limits, client, 0
+        self._most_bytes = limits.body_bytes if most_bytes is None else most_bytes
+        self._most_values = max(limits.values, 2 * capacity)
         self._began, self._until = 0.0, asyncio.timeout(None)
 
     async def read(self, receive: Callable) -> bytes:
@@ -281,29 +277,28 @@ class Body:
             ClientGoneError: The client has disconnected.
         """
         self._began = asyncio.get_running_loop().time()
-        self._serving.arriving.add(self)
+        self._bodies.arriving.add(self)
         try:
             async with self._until:
                 parts = [part async for part in self._parts(receive)]
                 # Without the interpreter lock: 60 MB take 30 ms.
-                is_large = self._size > self._serving.limits.body_bytes
+                is_large = self._size > self._limits.body_bytes
                 body = await asyncio.to_thread(b"".join, parts) if is_large else b"".join(parts)
                 del parts
         except TimeoutError:
             raise ApiError(408, "the body arrives more slowly than others, which need its memory") from None
         finally:
-            self._serving.arriving.discard(self)
+            self._bodies.arriving.discard(self)
         # One large body at a time: the steps of several would add up between two turns of other requests.
-        async with self._serving.large_bodies if len(body) > STEP_BYTES else contextlib.nullcontext():
-            limits = self._serving.limits
-            most_values, is_large = max(limits.values, 2 * self._serving.capacity), len(body) > limits.body_bytes
-            values = await check(body, most_values, limits.objects, limits.body_bytes if is_large else None)
+        async with self._bodies.large if len(body) > STEP_BYTES else contextlib.nullcontext():
+            most = self._limits.body_bytes if (is_large := len(body) > self._limits.body_bytes) else None
+            values = await check(body, self._most_values, self._limits.objects, most)
             if is_large:
-                await check_escapes(body, int(ESCAPE_SHARE * limits.body_bytes))
+                await check_escapes(body, int(ESCAPE_SHARE * self._limits.body_bytes))
         self.reserve(VALUE_BYTES * values)
         if len(body) > TURN_BYTES:
             # The framework parses and validates the body in one step.
-            await self._serving.turn()
+            await self._bodies.turn()
         return body
 
     async def _parts(self, receive: Callable) -> AsyncIterator[bytes]:
@@ -324,11 +319,11 @@ class Body:
         Raises:
             ApiError: A large body exceeds its client's share or the memory of all bodies.
         """
-        most = self._serving.limits.total_body_bytes
+        most = self._limits.total_body_bytes
         self._count(more)
         if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * most:
             raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
-        while self._size > SMALL_BYTES and self._serving.body_bytes > most:
+        while self._size > SMALL_BYTES and self._bodies.nbytes > most:
             self._make_room()
 
     def _make_room(self) -> None:
@@ -338,24 +333,24 @@ class Body:
             ApiError: There is none.
         """
         now = asyncio.get_running_loop().time()
-        slow = [b for b in self._serving.arriving if b._size > SMALL_BYTES and now - b._began > SURE_S]
+        slow = [b for b in self._bodies.arriving if b._size > SMALL_BYTES and now - b._began > SURE_S]
         slowest = min(slow, key=lambda b: b._size / (now - b._began), default=self)
         if slowest is self:
             raise ApiError(503, "the server reads too many large requests: try again later")
         slowest.close()
-        self._serving.arriving.discard(slowest)
+        self._bodies.arriving.discard(slowest)
         slowest._until.reschedule(now)
 
     def _of_client(self) -> int:
         """Bytes of all bodies of this client."""
-        return self._serving.client_body_bytes[self._client]
+        return self._bodies.nbytes_of[self._client]
 
     def _count(self, more: int) -> None:
         self._size += more
-        self._serving.body_bytes += more
-        self._serving.client_body_bytes[self._client] += more
+        self._bodies.nbytes += more
+        self._bodies.nbytes_of[self._client] += more
         if not self._of_client():
-            del self._serving.client_body_bytes[self._client]
+            del self._bodies.nbytes_of[self._client]
 
     def close(self) -> None:
         """Frees the body's memory in the count."""

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.request_scope import current_client
+from dflash_jax.server.request_context import current
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class FairCapacity:
         Raises:
             ApiError: 503, too many requests wait.
         """
-        client, count = current_client(), min(count, self.half)
+        client, count = current().client, min(count, self.half)
         granted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append((count, granted))
         self._grant()
@@ -93,7 +93,7 @@ class FairCapacity:
         Raises:
             ApiError: 503, it does not fit; 429, this client has its half.
         """
-        client = current_client()
+        client = current().client
         if self._used_by.get(client, 0) + count > self.half:
             raise ApiError(429, f"this client's requests take too much of {self._name}: try again later")
         if self.used + count > self.most:

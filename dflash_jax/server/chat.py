@@ -1,12 +1,15 @@
-"""/v1/chat/completions."""
+"""/v1/chat/completions, and vLLM's /v1/chat/completions/batch: several conversations in one request."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import chat_schema, prepare, request_id, resume, schema
+from dflash_jax.server import chat_schema, prepare, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import (
     Totals,
@@ -15,6 +18,7 @@ from dflash_jax.server.answers import (
     proposals,
     request_metrics,
     stop_reasons,
+    stream_totals,
     usage,
 )
 from dflash_jax.server.body import MediaRoute
@@ -22,10 +26,9 @@ from dflash_jax.server.constraint import Constraint, tag_in_lark
 from dflash_jax.server.content import text_of
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.large_answers import json_response
-from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import EventStream, Later, frame
+from dflash_jax.server.stream import EventStream, Later, frame, json_response
 from dflash_jax.server.tools import END, START, CallDelta, joined
 
 router = APIRouter(route_class=MediaRoute)
@@ -82,9 +85,7 @@ def check(serving: Serving, body: chat_schema.ChatRequest) -> None:
     serving.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    prepare.check_proposals(serving, body)
+    prepare.check_stream(serving, body)
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
 
@@ -142,15 +143,14 @@ async def prepare_chat(
 async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     """OpenAI's chat completions."""
     serving: Serving = http.app.state.serving
-    name = request_id.choose("chatcmpl-", body.request_id, body.rid)
-    talk, sequences = await while_connected(http, prepare_chat(serving, body))
-    head = {"id": name, "created": resume.current().created, "model": body.model or serving.name}
-    serving.register(sequences, name, http.state.owner)
+    name = current().choose_id("chatcmpl-", body.request_id, body.rid)
+    talk, sequences = await prepare_chat(serving, body)
+    head = {"id": name, "created": current().run.created, "model": body.model or serving.name}
     body = body.without_large()
     if body.stream:
-        answer = EventStream.start(http, stream_chunks(serving, body, talk, sequences, head))
+        answer = EventStream(stream_chunks(serving, body, talk, sequences, head)).start()
     else:
-        answer = while_connected(http, full_response(serving, body, talk, sequences, head))
+        answer = full_response(serving, body, talk, sequences, head)
     return Later(http, answer, keeps_parsed=bool(talk.tools))
 
 
@@ -161,9 +161,8 @@ async def full_response(
     parsers, deltas = [talk.parser(body.shown_reasoning) for _ in sequences], [[] for _ in sequences]
     async for i, piece in serving.merged(sequences):
         deltas[i].append(parsers[i].push(piece))
-    return await json_response(
-        sequences, lambda: chat_completion(serving, body, talk, sequences, head, parsers, deltas)
-    )
+    build = partial(chat_completion, serving, body, talk, sequences, head, parsers, deltas)
+    return await json_response(sequences, build)
 
 
 def chat_completion(
@@ -209,7 +208,7 @@ def chat_completion(
     value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
     value["prompt_token_ids"] = talk.prompt if body.return_token_ids else None
     value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, sequences[0])
-    return value | (request_metrics(sequences) if serving.additions.metrics else {})
+    return value | request_metrics(serving, sequences)
 
 
 def echoed_text(messages: Sequence[chat_schema.Message]) -> str:
@@ -258,11 +257,7 @@ async def stream_chunks(
         delta = {"reasoning_content": None, **delta}
         choice = {"index": i, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason, **more}
         value = {**head, "object": "chat.completion.chunk", "choices": [choice], "system_fingerprint": None}
-        if stream_options.include_usage:
-            is_continuous = stream_options.continuous_usage_stats
-            value["usage"] = totals.usage(sum(p.reasoning_tokens for p in parsers)) if is_continuous else None
-            if stream_options.include_timings and is_continuous:
-                value["timings"] = totals.timings(serving.clock, serving.plain_round_s)
+        value |= stream_totals(serving, stream_options, totals, sum(p.reasoning_tokens for p in parsers))
         if is_first and body.return_token_ids:
             value["prompt_token_ids"] = talk.prompt
         return frame(value)
@@ -294,9 +289,90 @@ async def stream_chunks(
             yield chunk(i, delta, reason, **more)
             more = {}
     if stream_options.include_usage:
-        counted = totals.usage(sum(p.reasoning_tokens for p in parsers))
-        more = (
-            {"timings": totals.timings(serving.clock, serving.plain_round_s)} if stream_options.include_timings else {}
-        )
-        more |= request_metrics(sequences) if serving.additions.metrics else {}
-        yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted, **more})
+        last = stream_totals(serving, stream_options, totals, sum(p.reasoning_tokens for p in parsers), is_last=True)
+        last |= request_metrics(serving, sequences)
+        yield frame({**head, "object": "chat.completion.chunk", "choices": [], **last})
+
+
+def check_batch(serving: Serving, body: chat_schema.ChatBatchRequest) -> None:
+    """Checks that no field is used that works for one conversation only.
+
+    Raises:
+        ApiError: One is, or there are too many conversations.
+    """
+    for field, is_wrong in {"stream": body.stream, "n": body.n not in (None, 1), "tools": body.tools}.items():
+        if is_wrong:
+            raise ApiError(400, f"{field} is not possible for several conversations", field)
+    if len(body.messages) > serving.limits.prompts:
+        message = f"{len(body.messages)} conversations: at most {serving.limits.prompts} are possible"
+        raise ApiError(400, message, "messages")
+
+
+async def prepare_batch(
+    serving: Serving, body: chat_schema.ChatBatchRequest
+) -> tuple[list[chat_schema.ChatRequest], list[Conversation], list[TextSequence]]:
+    """A request, a conversation and a sequence for each list of messages.
+
+    Raises:
+        ApiError: A conversation is invalid; the message has its number.
+    """
+    check_batch(serving, body)
+    # The fields are validated already.
+    fields: dict[str, Any] = dict(body)
+    each_fields = [fields | {"messages": given} for given in body.messages]
+    bodies = [chat_schema.ChatRequest.model_construct(None, **given) for given in each_fields]
+    talks, sequences = [], []
+    for i, each in enumerate(bodies):
+        try:
+            talk, (sequence,) = await prepare_chat(serving, each)
+        except ApiError as e:
+            raise ApiError(e.status_code, f"conversation {i}: {e.message}", e.param) from None
+        talks.append(talk)
+        sequences.append(sequence)
+    return bodies, talks, sequences
+
+
+@router.post("/v1/chat/completions/batch", responses={200: {"model": ChatCompletion}}, response_model=None)
+async def chat_completions_batch(http: Request, body: chat_schema.ChatBatchRequest):
+    """Chat completions of several conversations, vLLM's endpoint."""
+    serving: Serving = http.app.state.serving
+    name = current().choose_id("chatcmpl-", body.request_id, body.rid)
+    bodies, talks, sequences = await prepare_batch(serving, body)
+    head = {"id": name, "created": current().run.created, "model": body.model or serving.name}
+    bodies = [each.without_large() for each in bodies]
+    return Later(http, full_batch_response(serving, bodies, talks, sequences, head))
+
+
+async def full_batch_response(
+    serving: Serving,
+    bodies: list[chat_schema.ChatRequest],
+    talks: list[Conversation],
+    sequences: list[TextSequence],
+    head: dict,
+) -> Response:
+    """Waits for all sequences, then answers."""
+    parsers = [talk.parser(body.shown_reasoning) for talk, body in zip(talks, bodies, strict=True)]
+    deltas = [[] for _ in sequences]
+    async with aclosing(serving.merged(sequences)) as pieces:
+        async for i, piece in pieces:
+            deltas[i].append(parsers[i].push(piece))
+
+    def build() -> dict:
+        answers = [
+            chat_completion(serving, body, talk, [sequence], head, [parser], [choice_deltas])
+            for body, talk, sequence, parser, choice_deltas in zip(
+                bodies, talks, sequences, parsers, deltas, strict=True
+            )
+        ]
+        choices = []
+        for i, answer in enumerate(answers):
+            (choice,) = answer["choices"]
+            prompt_fields = {
+                name: answer[name] for name in ("prompt_token_ids", "prompt_logprobs") if answer[name] is not None
+            }
+            choices.append({**choice, "index": i, **prompt_fields})
+        counted = usage(sequences, 1, sum(parser.reasoning_tokens for parser in parsers))
+        nothing = {"prompt_token_ids": None, "prompt_logprobs": None}
+        return {**answers[0], "choices": choices, "usage": counted, **nothing}
+
+    return await json_response(sequences, build)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import prepare, request_id, resume, schema
+from dflash_jax.server import prepare, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
     Totals,
@@ -17,14 +17,14 @@ from dflash_jax.server.answers import (
     proposals,
     request_metrics,
     stop_reasons,
+    stream_totals,
     usage,
 )
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.large_answers import event, json_response, offload
-from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import EventStream, Later, frame
+from dflash_jax.server.stream import EventStream, Later, frame, json_response, large_frame, offload
 
 router = APIRouter(route_class=MediaRoute)
 
@@ -55,9 +55,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
     serving.check_model(body.model)
     prompts = prompts_of(body)
     n = prepare.check_counts(serving, body, len(prompts))
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    prepare.check_proposals(serving, body)
+    prepare.check_stream(serving, body)
     prompt_logprobs = body.prompt_logprobs
     if body.echo and wants_logprobs(body):
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs or 0)
@@ -82,31 +80,30 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
 async def completions(http: Request, body: schema.CompletionRequest):
     """OpenAI's completions."""
     serving: Serving = http.app.state.serving
-    sequences = await while_connected(http, prepare_completions(serving, body))
+    sequences = await prepare_completions(serving, body)
     head = {
-        "id": request_id.choose("cmpl-", body.request_id, body.rid),
+        "id": current().choose_id("cmpl-", body.request_id, body.rid),
         "object": "text_completion",
-        "created": resume.current().created,
+        "created": current().run.created,
         "model": body.model or serving.name,
     }
-    serving.register(sequences, head["id"], http.state.owner)
     body = body.without_large()
     if body.stream:
-        return Later(http, EventStream.start(http, stream_chunks(serving, body, sequences, head)))
-    return Later(http, full_response(http, serving, body, sequences, head))
+        return Later(http, EventStream(stream_chunks(serving, body, sequences, head)).start())
+    return Later(http, full_response(serving, body, sequences, head))
 
 
 async def full_response(
-    http: Request, serving: Serving, body: schema.CompletionRequest, sequences: list[TextSequence], head: dict
+    serving: Serving, body: schema.CompletionRequest, sequences: list[TextSequence], head: dict
 ) -> Response:
     """Waits for all sequences, then answers."""
-    await while_connected(http, serving.run(sequences))
+    await serving.run(sequences)
 
     def build() -> dict:
         choices = [choice(serving, body, i, sequence) for i, sequence in enumerate(sequences)]
         counted = usage(sequences, body.n or 1, is_new=body.max_tokens != 0)
-        more = request_metrics(sequences) if serving.additions.metrics else {}
-        return {**head, "choices": choices, "usage": counted, "system_fingerprint": None, **more}
+        more = {"usage": counted, "system_fingerprint": None, **request_metrics(serving, sequences)}
+        return {**head, "choices": choices, **more}
 
     return await json_response(
         sequences, build, sum(len(sequence.request.prompt) for sequence in sequences) if body.echo else 0
@@ -190,10 +187,8 @@ async def stream_chunks(
     serving: Serving, body: schema.CompletionRequest, sequences: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     """Yields the chunks of a streamed answer."""
-    stream_options, is_new = (
-        serving.additions.stream_options(body.stream_options or schema.StreamOptions()),
-        body.max_tokens != 0,
-    )
+    stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
+    is_new = body.max_tokens != 0
     openings: list[Opening | None] = [None] * len(sequences)
     totals = Totals(sequences, body.n or 1, is_new)
     async for i, piece in serving.merged(sequences):
@@ -214,13 +209,8 @@ async def stream_chunks(
             choice["drafts"] = piece.segments
         if piece.proposals is not None:
             choice["proposals"] = proposals(serving.llm.tokenizer, piece) if is_new else []
-        value = {**head, "choices": [choice]}
         totals.take(i)
-        if stream_options.include_usage:
-            is_continuous = stream_options.continuous_usage_stats
-            value["usage"] = totals.usage() if is_continuous else None
-            if stream_options.include_timings and is_continuous:
-                value["timings"] = totals.timings(serving.clock, serving.plain_round_s)
+        value = {**head, "choices": [choice], **stream_totals(serving, stream_options, totals)}
 
         def build(i=i, piece=piece, begin=begin, offset=offset, is_first=is_first, choice=choice, value=value) -> dict:
             entries = piece.logprobs or [] if is_new else []
@@ -232,10 +222,7 @@ async def stream_chunks(
             return value
 
         prompt_entries = sequences[i].request.prompt_entries if is_first else []
-        yield await event(len(piece.logprobs or []) + len(prompt_entries), build)
+        yield await large_frame(len(piece.logprobs or []) + len(prompt_entries), build)
     if stream_options.include_usage:
-        more = (
-            {"timings": totals.timings(serving.clock, serving.plain_round_s)} if stream_options.include_timings else {}
-        )
-        more |= request_metrics(sequences) if serving.additions.metrics else {}
-        yield frame({**head, "choices": [], "usage": totals.usage(), **more})
+        last = stream_totals(serving, stream_options, totals, is_last=True)
+        yield frame({**head, "choices": [], **last, **request_metrics(serving, sequences)})

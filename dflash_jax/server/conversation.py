@@ -12,10 +12,11 @@ from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE, OPEN
-from dflash_jax.server import chat_schema, resume
+from dflash_jax.server import chat_schema
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
+from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
 
@@ -183,7 +184,7 @@ class Conversation:
         if not self.tools:
             return None
         # Ids of its own: the choices of a request take turns in any order.
-        return ToolParser(self.xml, self.tools, self.is_forced, Random(resume.fresh_id()))
+        return ToolParser(self.xml, self.tools, self.is_forced, Random(current().run.fresh_id()))
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:

@@ -24,7 +24,7 @@ from dflash_jax.media.medium import CHANNELS, Medium
 from dflash_jax.media.parts import MediaPart, media_part
 from dflash_jax.server.capacity import FairCapacity, Share
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.request_scope import at_end
+from dflash_jax.server.request_context import current
 
 # Bytes of the images and videos that are being read, and of those that are decoded, each.
 MOST_BYTES = 2**31
@@ -134,7 +134,7 @@ class RequestMedia:
                 expanded, prompt = await asyncio.to_thread(self.reader.place, ids, media)
                 rows = self._row_bytes * sum(span.length for span in prompt.spans)
                 memory = self.memory.take_now(rows + sum(medium.pixels.nbytes for medium in media))
-                at_end(memory.release)
+                current().endings.callback(memory.release)
         except MediaError as e:
             raise ApiError(e.status, str(e), field) from None
         except InputError as e:

@@ -13,16 +13,15 @@ from dflash_jax.frontend.reasoning import ThoughtTokens
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
-from dflash_jax.server import native_schema, prepare, request_id
+from dflash_jax.server import native_schema, prepare
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.large_answers import event, json_response
 from dflash_jax.server.media import url_part
-from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import EventStream, Later
+from dflash_jax.server.stream import EventStream, Later, json_response, large_frame
 
 router = APIRouter(route_class=MediaRoute)
 SCHEMES = ("data", "http", "https", "file")
@@ -171,7 +170,7 @@ def names_of(body: native_schema.GenerateRequest, count: int) -> list[str]:
     """The request's id for each of ``count`` texts."""
     if isinstance(body.rid, list):
         return [rid for rid in body.rid for _ in range(count // len(body.rid))]
-    return [request_id.choose("", rid=body.rid)] * count
+    return [current().choose_id("", rid=body.rid)] * count
 
 
 def numbered(names: list[str]) -> list[str]:
@@ -265,10 +264,9 @@ async def generate(http: Request, body: native_schema.GenerateRequest):
     """SGLang's generation from text or token ids."""
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
-    prepared, several = await while_connected(http, prepare_generation(serving, body))
+    prepared, several = await prepare_generation(serving, body)
     sequences, names = [sequence for sequence, _ in prepared], names_of(body, len(prepared))
-    for sequence, name in zip(sequences, names, strict=True):
-        serving.register([sequence], name, http.state.owner)
+    current().ids = dict(zip(sequences, names, strict=True))
     tokenizer, close = serving.llm.tokenizer, None
     if body.require_reasoning and tokenizer is not None:
         close = tokenizer.encode_plain(CLOSE)
@@ -278,21 +276,16 @@ async def generate(http: Request, body: native_schema.GenerateRequest):
     ]
     body = body.without_large()
     if body.stream:
-        return Later(http, EventStream.start(http, stream_events(serving, body, texts, several, began)))
-    return Later(http, full_response(http, serving, body, texts, several, began))
+        return Later(http, EventStream(stream_events(serving, body, texts, several, began)).start())
+    return Later(http, full_response(serving, body, texts, several, began))
 
 
 async def full_response(
-    http: Request,
-    serving: Serving,
-    body: native_schema.GenerateRequest,
-    texts: list[RequestedText],
-    several: bool,
-    began: float,
+    serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> Response:
     """Waits for all sequences, then answers."""
     sequences = [text.sequence for text in texts]
-    await while_connected(http, serving.run(sequences))
+    await serving.run(sequences)
 
     def build() -> list[dict] | dict:
         answers = []
@@ -330,4 +323,4 @@ async def stream_events(
         def build(i=i, text=text, part=part, ended=piece.finish_reason) -> dict:
             return answer(serving, body, text, part, began, ended) | ({"index": i} if several else {})
 
-        yield await event(part.count, build)
+        yield await large_frame(part.count, build)

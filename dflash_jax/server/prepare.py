@@ -16,9 +16,7 @@ from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Grammar
 from dflash_jax.server.media import PlacedMedia
-from dflash_jax.server.notes import note
-from dflash_jax.server.request_scope import track
-from dflash_jax.server.resume import fresh_seed
+from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 
 SEEDS = 2**32
@@ -57,7 +55,7 @@ def sampling(
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
             logit_bias=biases(getattr(body, "logit_bias", None)),
-            seed=fresh_seed() if seed is None else seed % SEEDS,
+            seed=current().run.fresh_seed() if seed is None else seed % SEEDS,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop=getattr(body, "stop", None) or (),
@@ -242,12 +240,14 @@ def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: 
     return "possible" if open_thought(prompt, encode(OPEN), encode(CLOSE)) is None else "open"
 
 
-def check_proposals(serving: Serving, body: schema.OpenAiSampling) -> None:
-    """Checks that the rounds of a request can be recorded, where ``return_proposals`` wants that.
+def check_stream(serving: Serving, body: schema.OpenAiSampling) -> None:
+    """Checks fields that only a stream can have.
 
     Raises:
-        ApiError: The request is no stream, or the server has no rounds that show their drafts.
+        ApiError: The request is no stream, or ``return_proposals`` finds no rounds that show their drafts.
     """
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if not body.return_proposals:
         return
     config, reason = serving.engine.engine.config, None
@@ -278,7 +278,7 @@ async def grammar(serving: Serving, constraint: Constraint | None) -> Grammar | 
     except InputError as e:
         raise ApiError(400, str(e), constraint.field) from None
     for text in compiled.notes:
-        note(f"{constraint.field}: {text}")
+        current().note(f"{constraint.field}: {text}")
     return compiled
 
 
@@ -327,13 +327,14 @@ async def sequences(
         ApiError: A value is invalid.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
+    options["client"] = current().client
     options["records_drafts"] = records_drafts
     if media is not None:
         options |= {"media": media.prompt, "preparation": media.seconds}
     vocabulary = serving.llm.config.vocab_size
     if outside := [i for i in params.stop_token_ids if i >= vocabulary]:
         # Clients send token ids of another model. vLLM and SGLang accept them, too.
-        note(f"stop_token_ids: {outside[0]} is out of vocabulary, and never ends a text")
+        current().note(f"stop_token_ids: {outside[0]} is out of vocabulary, and never ends a text")
         params = replace(params, stop_token_ids=tuple(i for i in params.stop_token_ids if i < vocabulary))
     if budget is not None and thought != "none" and serving.llm.tokenizer is not None:
         encode = serving.llm.tokenizer.encode_plain
@@ -346,13 +347,13 @@ async def sequences(
         mask = None if grammar is None else grammar.mask(thought)
         choice_params = replace(params, seed=(first_seed + i) % SEEDS)
         try:
-            prepared.append(
-                track(serving.llm.new_sequence(prompt, choice_params, block_size, mask=mask, ends=ends(), **options))
-            )
+            sequence = serving.llm.new_sequence(prompt, choice_params, block_size, mask=mask, ends=ends(), **options)
         except InputError as e:
             if mask is not None:
                 mask.close()
             raise ApiError(400, str(e), field_of(str(e))) from None
+        current().prepared.add(sequence)
+        prepared.append(sequence)
         await asyncio.sleep(0)
     if media is not None and serving.media is not None and encodes_media:
         await serving.media.encode(media)

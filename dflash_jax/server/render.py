@@ -22,7 +22,6 @@ from dflash_jax.server import (
 from dflash_jax.server.answer_schema import Rendered
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 
 router = APIRouter(route_class=MediaRoute)
@@ -55,7 +54,7 @@ def rendered(serving: Serving, body: schema.OpenAiSampling, sequence: TextSequen
 async def render_chat(http: Request, body: chat_schema.ChatRequest):
     """The prompt's token ids and the sampling parameters of a chat; invalid chats are refused."""
     serving: Serving = http.app.state.serving
-    _, sequences = await while_connected(http, chat.prepare_chat(serving, body, encodes_media=False))
+    _, sequences = await chat.prepare_chat(serving, body, encodes_media=False)
     return JsonResponse(rendered(serving, body, sequences[0], "chatcmpl"))
 
 
@@ -63,7 +62,7 @@ async def render_chat(http: Request, body: chat_schema.ChatRequest):
 async def render_completions(http: Request, body: schema.CompletionRequest):
     """The prompt's token ids and the sampling parameters of each prompt of a completion."""
     serving: Serving = http.app.state.serving
-    sequences = await while_connected(http, completions.prepare_completions(serving, body))
+    sequences = await completions.prepare_completions(serving, body)
     return JsonResponse([rendered(serving, body, sequence, "cmpl") for sequence in sequences[:: body.n or 1]])
 
 

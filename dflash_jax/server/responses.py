@@ -7,14 +7,14 @@ from pydantic import ValidationError
 from starlette.responses import Response as HttpResponse
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import chat_schema, large_answers, request_id, responses_schema, resume
+from dflash_jax.server import chat_schema, responses_schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import request_metrics
 from dflash_jax.server.body import MediaRoute
-from dflash_jax.server.chat import prepare_chat
-from dflash_jax.server.conversation import Conversation
-from dflash_jax.server.errors import ApiError, as_api_error, from_conversion_error
-from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.chat import prepare_chat, tools_in_use
+from dflash_jax.server.conversation import Conversation, converse
+from dflash_jax.server.errors import ApiError, TooLongError, as_api_error, from_conversion_error
+from dflash_jax.server.request_context import current
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.responses_input import as_chat, takes_media
 from dflash_jax.server.responses_output import Output, envelope, final_value
@@ -29,13 +29,9 @@ from dflash_jax.server.stored_responses import (
     stored_items,
     stored_response,
 )
-from dflash_jax.server.stream import EventStream, Later, frame
-from dflash_jax.server.truncation import characters, kept_items
+from dflash_jax.server.stream import EventStream, Later, frame, json_response, large_frame, logprob_count
 
 router = APIRouter(route_class=MediaRoute)
-
-# Stores a complete response if the request asks for that.
-StoreResponse = Callable[[dict], Awaitable[None]]
 
 
 @router.post("/v1/responses", responses={200: {"model": Response}}, response_model=None)
@@ -49,23 +45,24 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     if entry is None or entry.count <= STEP_ITEMS:
         talk, sequences, stored = await prepare_response(http, body, entry)
     else:
-        with await while_connected(http, serving.long_conversations.take(entry.count)):
+        with await serving.long_conversations.take(entry.count):
             talk, sequences, stored = await prepare_response(http, body, entry)
-    name = request_id.choose("resp_")
+    context = current()
+    name = context.choose_id("resp_")
+    context.answer_id = body.request_id or name
     is_stored = body.store is not False and store.size > 0
-    value = envelope(body, serving.name, body.request_id or name, resume.current().created, is_stored)
-    serving.register(sequences, value["id"], http.state.owner)
+    value = envelope(body, serving.name, context.answer_id, context.run.created, is_stored)
 
     async def store_response(response: dict) -> None:
         if is_stored:
-            entry = StoredResponse(stored_response(response), stored, resume.current().key)
+            entry = StoredResponse(stored_response(response), stored, context.run.key)
             response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
-    events = numbered_events(serving, talk, sequences[0], value, store_response)
+    events = response_events(serving, talk, sequences[0], value, store_response)
     answer = (
-        EventStream.start(http, event_frames(events, sequences), last=b"", error=error_frame)
+        EventStream(event_frames(events, sequences), last=b"", error=error_frame).start()
         if body.stream
-        else full_response(http, events, sequences)
+        else full_response(events, sequences)
     )
     # The answer repeats tools and metadata of the parsed body, and the store's entry has the conversation.
     return Later(http, answer, keeps_parsed=True)
@@ -118,7 +115,7 @@ async def prepare_response(
                 heads += [responses_schema.InputItem(**head(item)) for item in items]
             heads += input_items
             sizes = [*map(least_characters, earlier), *map(characters, input_items)]
-            places = await while_connected(http, kept_items(serving, heads, sizes, as_chat_of))
+            places = await kept_items(serving, heads, sizes, as_chat_of)
         if len(places) > serving.limits.objects:
             message = f"the conversation has {len(places)} items: at most {serving.limits.objects} are possible"
             raise ApiError(400, f"{message}, or truncation: auto", "input")
@@ -128,64 +125,49 @@ async def prepare_response(
     input_items = [input_items[i - count] for i in places if i >= count]
     earlier = [earlier[i] for i in places if i < count]
     stored = await stored_items(serving, earlier, input_items)
-    talk, sequences = await while_connected(http, prepare_chat(serving, chat))
+    talk, sequences = await prepare_chat(serving, chat)
     return talk, sequences, stored
 
 
-async def full_response(
-    http: Request, events: AsyncGenerator[dict, None], sequences: Sequence[TextSequence]
-) -> HttpResponse:
+async def full_response(events: AsyncGenerator[dict, None], sequences: Sequence[TextSequence]) -> HttpResponse:
     """Waits for all events, then answers."""
-    value = await while_connected(http, final_response(events))
-    return await large_answers.json_response(sequences, lambda: value)
-
-
-async def final_response(events: AsyncGenerator[dict, None]) -> dict:
-    """The response of the last event.
-
-    Raises:
-        ApiError: The generation failed.
-    """
     async for event in events:
         last = event
     if last["type"] == "response.failed":
         raise last["cause"]
-    return last["response"]
+    return await json_response(sequences, lambda: last["response"])
 
 
 async def event_frames(
     events: AsyncGenerator[dict, None], sequences: Sequence[TextSequence]
 ) -> AsyncGenerator[bytes, None]:
-    """Yields events as frames."""
+    """Yields events as frames, with their sequence numbers."""
+    number = 0
     async for event in events:
         event.pop("cause", None)
+        event["sequence_number"] = number
+        number += 1
         # All events but deltas may have the log-probabilities of the whole text.
-        count = 0 if event["type"].endswith(".delta") else large_answers.logprob_count(sequences)
-        yield await large_answers.event(count, lambda event=event: event, event["type"])
+        count = 0 if event["type"].endswith(".delta") else logprob_count(sequences)
+        yield await large_frame(count, lambda event=event: event, event["type"])
 
 
 def error_frame(error: ApiError, number: int = 0) -> bytes:
-    """The event of an error; ``number``: the events before it."""
+    """The event of an error after ``number`` others. An error of a stream that has begun is ``response.failed``."""
     value = {"type": "error", "code": "server_error", "message": error.message, "param": error.param}
     return frame(value | {"sequence_number": number}, "error")
 
 
-async def numbered_events(
-    serving: Serving, talk: Conversation, sequence: TextSequence, value: dict, store_response: StoreResponse
-) -> AsyncGenerator[dict, None]:
-    """Yields the events of a response with their sequence numbers."""
-    number = 0
-    async for event in response_events(serving, talk, sequence, value, store_response):
-        yield {**event, "sequence_number": number}
-        number += 1
-
-
 async def response_events(
-    serving: Serving, talk: Conversation, sequence: TextSequence, value: dict, store_response: StoreResponse
+    serving: Serving,
+    talk: Conversation,
+    sequence: TextSequence,
+    value: dict,
+    store_response: Callable[[dict], Awaitable[None]],
 ) -> AsyncGenerator[dict, None]:
     """Yields the events of a response.
 
-    The response is stored before the last event, so that a client that reads that event can continue it.
+    It is stored before the last event, so that a client that reads that event can continue it.
     """
     output, parser, has_begun = Output(serving.llm.tokenizer), talk.parser(), False
     try:
@@ -200,8 +182,7 @@ async def response_events(
                 for event in output.take(parser.finish(sequence), None):
                     yield event
         response = final_value(value, output, sequence, parser.reasoning_tokens)
-        if serving.additions.metrics:
-            response |= request_metrics([sequence])
+        response |= request_metrics(serving, [sequence])
         for event in output.close("completed" if response["status"] == "completed" else "incomplete"):
             yield event
         await store_response(response)
@@ -213,3 +194,114 @@ async def response_events(
         yield {"type": "response.failed", "response": failed, "cause": error}
         return
     yield {"type": f"response.{response['status']}", "response": response}
+
+
+# ``truncation: "auto"``: a conversation that is too long continues without its oldest items.
+CALL, OUTPUT = "function_call", "function_call_output"
+OF_MODEL = ("assistant", "reasoning", CALL)
+OF_SYSTEM = ("system", "developer")
+
+
+def droppable(items: Sequence[responses_schema.InputItem]) -> list[list[int]]:
+    """The items that may be dropped, as groups of indices, the oldest group first.
+
+    A group is dropped as a whole, so that chat templates accept the remaining items. A group is a turn, which begins
+    with a message of the user; in the latest turn it is a step: items of the model up to the outputs of its calls. The
+    output of a call is in the group of the call. No group has system messages, the newest input (all items behind the
+    model's last one), the calls that the newest input answers, or the user's last message before it.
+    """
+    kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in OF_SYSTEM}
+    last = max((i for i, kind in kinds.items() if kind in OF_MODEL), default=-1)
+    newest = {i for i in kinds if i > last} or set([*kinds][-1:])
+    # Ids may repeat: an output belongs to the last call before it.
+    calls = {_call_id(items[i]): i for i, kind in kinds.items() if kind == CALL}
+    answered = {_call_id(items[i]) for i in newest if kinds[i] == OUTPUT} & set(calls)
+    begin = min([*newest, *(calls[name] for name in answered)], default=0)
+    user_turns = [i for i, kind in kinds.items() if kind == "user"]
+    question = max((i for i in user_turns if i <= begin), default=max(user_turns, default=-1))
+
+    groups: list[list[int]] = []
+    group_of_call: dict[str | None, list[int]] = {}
+    is_open = False
+    for i, kind in kinds.items():
+        name = _call_id(items[i])
+        if i == question:
+            is_open = False
+        elif kind == OUTPUT and name in group_of_call:
+            group_of_call[name].append(i)
+            # In the latest turn, the model's next step begins a group.
+            is_open = is_open and i < question
+        else:
+            if not is_open or kind in ("user", OUTPUT):
+                groups.append([])
+            groups[-1].append(i)
+            is_open = True
+            if kind == CALL:
+                group_of_call[name] = groups[-1]
+    return [group for group in groups if newest.isdisjoint(group)]
+
+
+def _kind(item: responses_schema.InputItem) -> str | None:
+    """The type of an item; of a message, its role."""
+    return item.role if item.type in (None, "message") else item.type
+
+
+def _call_id(item: responses_schema.InputItem) -> str | None:
+    return (item.model_extra or {}).get("call_id")
+
+
+def characters(item: responses_schema.InputItem) -> int:
+    """Characters of an item's texts."""
+    parts = item.content if isinstance(item.content, list) else ()
+    texts = [item.content, *(part.text for part in parts), *(item.model_extra or {}).values()]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+async def kept_items(
+    serving: Serving,
+    items: Sequence[responses_schema.InputItem],
+    sizes: Sequence[int],
+    as_chat: Callable[[Sequence[int]], Awaitable[chat_schema.ChatRequest]],
+) -> list[int]:
+    """The items with which a conversation continues: as few of the oldest `droppable` groups as possible are dropped.
+
+    Args:
+        serving: The model and its engine.
+        items: The whole conversation, valid; texts may be left out.
+        sizes: Characters of each item's texts, or fewer.
+        as_chat: Makes the request for the items at some places.
+
+    Returns:
+        Places of items. Where all groups are dropped, the rest may still be too long.
+    """
+    groups = droppable(items)
+
+    def kept(count: int) -> list[int]:
+        dropped = {i for group in groups[:count] for i in group}
+        return [i for i in range(len(items)) if i not in dropped]
+
+    async def fits(count: int) -> bool:
+        chat = await as_chat(kept(count))
+        try:
+            talk = await converse(serving, chat.messages, tools_in_use(chat), chat)
+            serving.check_room(talk.prompt, chat.max_completion_tokens, "messages")
+        except TooLongError:
+            return False
+        return True
+
+    # Groups are dropped without rendering while the conversation exceeds the limits of any request.
+    low, size, count = 0, sum(sizes), len(items)
+    while low < len(groups) and (size > serving.texts.most_cut or count > serving.limits.objects):
+        size, count = size - sum(sizes[i] for i in groups[low]), count - len(groups[low])
+        low += 1
+    high = len(groups)
+    if low == high or await fits(low):
+        return kept(low)
+    low += 1
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return kept(low)

@@ -10,7 +10,6 @@ drops the events. The engine goes on behind the recorded tokens.
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextvars import ContextVar
 from random import Random, SystemRandom
 
 from dflash_jax.frontend.sequence import Piece, TextSequence
@@ -18,8 +17,6 @@ from dflash_jax.frontend.sequence import Piece, TextSequence
 # Comments of a recorded stream. RECORD precedes JSON: the events before it belong to a piece that is complete.
 # REPLAYED: the events before it repeat those of an earlier run. LOST: the engine fails, and an error event follows.
 RECORD, REPLAYED, LOST, END = b": record ", b": replayed\n\n", b": lost\n\n", b"\n\n"
-
-_current: ContextVar["Run | None"] = ContextVar("run", default=None)
 
 
 def recorded(index: int, sequence: TextSequence, piece: Piece) -> bytes:
@@ -58,9 +55,13 @@ class Run:
         self.key, self._lines = key, lines
         self._send: Callable[[dict], Awaitable[None]] | None = None
 
-    def begin(self) -> None:
-        """Makes this the run of the current request."""
-        _current.set(self)
+    def fresh_id(self) -> str:
+        """128 bits in hexadecimal."""
+        return f"{self.random.getrandbits(128):032x}"
+
+    def fresh_seed(self) -> int:
+        """A seed below 2³², for a request without one."""
+        return self.random.getrandbits(32)
 
     def record_in(self, send: Callable[[dict], Awaitable[None]]) -> None:
         """Records the run in the stream that ``send`` sends, if it is recorded at all."""
@@ -78,11 +79,6 @@ class Run:
             logprobs = logprobs and [_entry(entry) for entry in logprobs]
             piece = Piece("", token_ids, lengths, logprobs=logprobs, finish_reason=reason)
             yield index, sequences[index].replay(piece, drafts, draft_tokens)
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether there are pieces of earlier runs."""
-        return bool(self._lines)
 
     def ended(self) -> set[int]:
         """The sequences that ended in earlier runs."""
@@ -102,18 +98,3 @@ class Run:
     async def lose(self) -> None:
         """Records that the engine has failed, so that another server may go on."""
         await self._write(LOST)
-
-
-def current() -> Run:
-    """The run of the current request; outside of a cluster, a run that is not recorded."""
-    return _current.get() or Run()
-
-
-def fresh_id() -> str:
-    """128 bits in hexadecimal, for an id of the current request."""
-    return f"{current().random.getrandbits(128):032x}"
-
-
-def fresh_seed() -> int:
-    """A seed below 2³² for a request without one."""
-    return current().random.getrandbits(32)

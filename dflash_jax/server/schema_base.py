@@ -1,7 +1,6 @@
 """The base of request schemas: how strictly fields are read, and which ones are ignored."""
 
 from collections.abc import Iterable
-from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -9,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from dflash_jax.argument_checks import suggestion
 from dflash_jax.server import neutral_fields
-from dflash_jax.server.notes import note
+from dflash_jax.server.request_context import current
 
 T = TypeVar("T")
 # Validation stops at the first wrong item.
@@ -26,8 +25,6 @@ MOST_FIELDS = 128
 MOST_KEPT = 1024
 # Characters of an unknown field's name that messages repeat.
 MOST_CHARACTERS = 64
-# How unknown fields of the current request are treated: "refuse" or "warn". The application sets it from its limits.
-unknown_fields: ContextVar[str] = ContextVar("unknown_fields", default="refuse")
 
 
 def wrong(field: str, reason: str, kind: Literal["wrong_field", "unknown_field"] = "wrong_field"):
@@ -105,10 +102,10 @@ class Body(Strict):
                 unknown.append(name)
             elif not neutral_fields.accepts(cls.neutral[name], value):
                 raise wrong(name, neutral_fields.reason(name, cls.neutral[name]))
-        if unknown and unknown_fields.get() == "refuse":
+        if unknown and current().unknown_fields == "refuse":
             raise not_supported(unknown[0], [*cls.model_fields, *cls.neutral])
         if unknown:
             names = ", ".join(name[:MOST_CHARACTERS] for name in unknown[:3])
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-            note(f"unknown fields, left out: {names}{more}")
+            current().note(f"unknown fields, left out: {names}{more}")
         return known

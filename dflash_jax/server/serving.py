@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import time
-import weakref
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
@@ -14,9 +12,8 @@ from dflash_jax.engine.warm_up import WarmUp
 from dflash_jax.errors import EngineError, UnavailableError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import Piece, TextSequence
-from dflash_jax.server import resume
 from dflash_jax.server.additions import Additions
-from dflash_jax.server.body import Body
+from dflash_jax.server.body import Bodies
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.errors import ApiError, TooLongError
@@ -24,8 +21,7 @@ from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
 from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.observe import observe_sequence
-from dflash_jax.server.request_scope import note_submitted, untrack
+from dflash_jax.server.request_context import RequestContext, current
 from dflash_jax.server.response_store import Responses, ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
@@ -89,11 +85,8 @@ class Serving:
         warm_up: Compiles the engine's programs.
         is_ready: Whether requests are answered.
         is_draining: Whether the server shuts down.
-        in_flight: HTTP requests for text without a complete answer.
-        body_bytes: Bytes of all request bodies in memory.
-        client_body_bytes: Bytes of the bodies of each client.
-        arriving: Bodies that are being received.
-        large_bodies: Held while a large body is counted.
+        requests: HTTP requests for text without a complete answer.
+        bodies: The bodies of all requests.
         long_conversations: Stored items that are parsed, of long conversations.
         metrics: Prometheus metrics.
         grammar: Structured output; None without a tokenizer's file.
@@ -122,12 +115,8 @@ class Serving:
         self.created = int(time.time())
         self.warm_up = WarmUp(engine.engine)
         self.is_ready, self.is_draining = False, False
-        self.in_flight = 0
-        # Id and owner of every running sequence, for `abort`.
-        self._ids: weakref.WeakKeyDictionary[TextSequence, tuple[str, bytes]] = weakref.WeakKeyDictionary()
-        self.body_bytes, self.client_body_bytes = 0, Counter()
-        self.arriving: set[Body] = set()
-        self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
+        self.requests: set[RequestContext] = set()
+        self.bodies, self._turns = Bodies(self.turn), asyncio.Lock()
         self._long_steps = FairCapacity(1, "the reading of large bodies")
         self.long_conversations = FairCapacity(LONG_ITEMS, "the reading of long conversations", WAITING)
         self.metrics = Metrics(self.name, engine)
@@ -189,6 +178,11 @@ class Serving:
     def name(self) -> str:
         """The model's first name."""
         return self.names[0]
+
+    @property
+    def in_flight(self) -> int:
+        """The number of ``requests``."""
+        return len(self.requests)
 
     @property
     def capacity(self) -> int:
@@ -257,19 +251,13 @@ class Serving:
             raise TooLongError(message, param)
         return room if most is None else most
 
-    def register(self, sequences: Sequence[TextSequence], request_id: str, owner: bytes) -> None:
-        """Makes the sequences of a request known to `abort`, until they are garbage."""
-        self._ids.update(dict.fromkeys(sequences, (request_id, owner)))
-
     def abort(self, request_id: str | None, owner: bytes) -> None:
         """Ends all sequences of the owner's request with that id; None: of all of the owner's requests."""
-        for sequence, registered in list(self._ids.items()):
-            if (
-                registered[1] == owner
-                and request_id in (None, registered[0])
-                and sequence.request.finish_reason is None
-            ):
-                self.engine.abort(sequence.request)
+        for context in [context for context in self.requests if context.owner == owner]:
+            for sequence in context.sequences:
+                is_meant = request_id in (None, context.ids.get(sequence, context.answer_id))
+                if is_meant and sequence.request.finish_reason is None:
+                    self.engine.abort(sequence.request)
 
     async def pieces(self, sequence: TextSequence) -> AsyncIterator[Piece]:
         """Yields the pieces of a sequence. Closing the iterator aborts the sequence."""
@@ -278,10 +266,8 @@ class Serving:
                 yield piece
 
     async def _events(self, sequence: TextSequence) -> AsyncGenerator[Event, None]:
-        untrack(sequence)
         events = self.engine.submit(sequence.request)
-        note_submitted()
-        observe_sequence(sequence, self.name)
+        current().submit(sequence)
         try:
             async for event in events:
                 self.metrics.observe(event)
@@ -304,30 +290,28 @@ class Serving:
         Pieces of an earlier run of the request come first. A consumer that asks for the next piece has sent all events
         of the one before. Everything else that waits has a turn between two pieces, however many are there already.
         """
-        run = resume.current()
-        if run.is_resumed:
-            # Before the first event: a refusal then sets the status, and another server may go on.
-            over = run.ended()
-            self.engine.check([sequence.request for i, sequence in enumerate(sequences) if i not in over])
-        for i, piece in run.replayed(sequences):
-            yield i, piece
-            await asyncio.sleep(0)
-        await run.end_replay()
-        try:
-            async with contextlib.aclosing(self._live(sequences)) as pieces:
-                async for i, piece in pieces:
-                    yield i, piece
-                    await run.record(i, sequences[i], piece)
-                    await asyncio.sleep(0)
-        except (EngineError, UnavailableError):
-            await run.lose()
-            raise
+        run = current().run
+        over = run.ended()
+        # All of them or none, since a part would run for nothing; and before the first event of a resumed stream, whose
+        # refusal then sets the status, so that another server may go on.
+        with self.engine.reserved([sequence.request for i, sequence in enumerate(sequences) if i not in over]):
+            for i, piece in run.replayed(sequences):
+                yield i, piece
+                await asyncio.sleep(0)
+            await run.end_replay()
+            try:
+                async with contextlib.aclosing(self._live(sequences)) as pieces:
+                    async for i, piece in pieces:
+                        yield i, piece
+                        await run.record(i, sequences[i], piece)
+                        await asyncio.sleep(0)
+            except (EngineError, UnavailableError):
+                await run.lose()
+                raise
 
     async def _live(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
         """`merged` of what the engine generates."""
         places = [i for i, sequence in enumerate(sequences) if sequence.request.finish_reason is None]
-        # All of them or none: a part would run for nothing.
-        self.engine.check([sequences[i].request for i in places])
         spacings = {i: _Spacing(sequences[i], self.stream_interval) for i in places}
         if len(places) == 1:
             (i,) = places

@@ -16,8 +16,8 @@ from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Respons
 from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.request_context import current
 from dflash_jax.server.response_store import StoredResponse
-from dflash_jax.server.resume import fresh_id
 from dflash_jax.server.serving import Serving
 
 router = APIRouter()
@@ -128,7 +128,7 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[r
 def _item(item: responses_schema.InputItem) -> dict:
     """An input item as answers list it: with an id, and without unknown keys."""
     kind, more = item.type or "message", item.model_extra or {}
-    given, fresh = more.get("id"), f"{IDS[kind]}_{fresh_id()}"
+    given, fresh = more.get("id"), f"{IDS[kind]}_{current().run.fresh_id()}"
     value = {"id": given if isinstance(given, str) else fresh, "type": kind, "status": "completed"}
     if kind == "message":
         part = "output_text" if item.role == "assistant" else "input_text"

@@ -5,7 +5,7 @@ import os
 from math import isnan
 
 from dflash_jax.errors import InputError
-from dflash_jax.server.observe import Observed
+from dflash_jax.server.request_context import RequestContext
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -49,20 +49,19 @@ class Tracer:
         self._tracer = self._provider.get_tracer("dflash_jax")
         self._propagator = TraceContextTextMapPropagator()
 
-    def end(self, observed: Observed) -> None:
+    def end(self, context: RequestContext) -> None:
         """Ends the span of a request. An error is logged and does not affect the request."""
         try:
-            self._end(observed)
+            self._end(context)
         except Exception:
             log.exception("a span was not written")
 
-    def _end(self, observed: Observed) -> None:
-        context = self._propagator.extract(observed.trace)
-        began = int(observed.began * 1e9)
-        span = self._tracer.start_span("llm_request", context, kind=self._kind, start_time=began)
-        for name, value in attributes(observed).items():
+    def _end(self, context: RequestContext) -> None:
+        parent, began = self._propagator.extract(context.headers), int(context.began * 1e9)
+        span = self._tracer.start_span("llm_request", parent, kind=self._kind, start_time=began)
+        for name, value in attributes(context).items():
             span.set_attribute(name, value)
-        if observed.status >= 500:
+        if context.status >= 500:
             span.set_status(self._status(self._code.ERROR))
         span.end()
 
@@ -71,18 +70,18 @@ class Tracer:
         self._provider.force_flush(FLUSH_MS)
 
 
-def attributes(observed: Observed) -> dict[str, str | int | float]:
+def attributes(context: RequestContext) -> dict[str, str | int | float]:
     """Attributes of a span under vLLM's names.
 
     Counts are sums over the request's sequences; times are those of its slowest sequence, in seconds.
     """
-    requests = [sequence.request for sequence in observed.sequences]
+    requests = [sequence.request for sequence in context.sequences]
     params, before = requests[0].params, [None, *(r.prompt for r in requests)]
     # Choices of one prompt are neighbours, so a prompt counts once where it differs from the one before.
     prompts = sum(len(r.prompt) for r, previous in zip(requests, before, strict=False) if r.prompt != previous)
     values = {
-        "gen_ai.response.model": observed.model,
-        "gen_ai.request.id": observed.request_id,
+        "gen_ai.response.model": context.model,
+        "gen_ai.request.id": context.answer_id,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.max_tokens": params.max_tokens,

@@ -4,7 +4,6 @@ import json
 import pytest
 
 from dflash_jax.cluster.member import RUN_HEADER, SECRET_HEADER, Member, RunHeader
-from dflash_jax.server import resume
 
 
 class Application:
@@ -15,7 +14,8 @@ class Application:
         while more:
             message = await receive()
             self.body, more = self.body + message.get("body", b""), message.get("more_body")
-        self.run, self.ids = resume.current(), [resume.fresh_id(), resume.fresh_id()]
+        self.run = scope["state"]["run"]
+        self.ids = [self.run.fresh_id(), self.run.fresh_id()]
 
 
 def ask(headers, parts=(b"",)):

@@ -208,17 +208,50 @@ def test_who_left_or_has_all_of_its_answer_takes_no_place():
 def test_several_requests_have_places_all_or_none():
     async def main():
         running = AsyncEngine(slow(slots=2, max_queue=3)).start()
+
+        def reserved(count):
+            return running.reserved([request([i + 1]) for i in range(count)])
+
         with pytest.raises(InputError, match="6 sequences at once do not fit into 2 slots and 3 places in the queue"):
-            running.check([request([i + 1]) for i in range(6)])
-        running.check([request([i + 1]) for i in range(5)])
+            reserved(6).__enter__()
+        with reserved(5):
+            pass
         endless = asyncio.create_task(collect(running, request([7], ENDLESS)))
         await asyncio.sleep(0)
-        running.check([request([i + 1]) for i in range(4)])
+        with reserved(4):
+            pass
         with pytest.raises(QueueFullError):
-            running.check([request([i + 1]) for i in range(5)])
+            reserved(5).__enter__()
         endless.cancel()
         await asyncio.gather(endless, return_exceptions=True)
-        running.check([request([i + 1]) for i in range(5)])
+        with reserved(5):
+            pass
+        await asyncio.to_thread(running.stop)
+
+    run(main())
+
+
+def test_reserved_places_are_not_for_others_until_they_are_given_back():
+    async def main():
+        running = AsyncEngine(slow(slots=2, max_queue=2)).start()
+        requests = [request([i + 1], 5) for i in range(3)]
+        with running.reserved(requests):
+            # Beside three of four places, one other request has room.
+            other = asyncio.create_task(collect(running, request([7], ENDLESS)))
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                running.submit(request([8]))
+            tasks = [asyncio.create_task(collect(running, each)) for each in requests[:2]]
+            await asyncio.sleep(0)
+            # Those that are submitted have the places that they had reserved.
+            with pytest.raises(QueueFullError):
+                running.submit(request([8]))
+            assert await asyncio.gather(*tasks) == [text([1], 5), text([2], 5)]
+        # The third was not submitted.
+        with running.reserved([request([i + 1]) for i in range(3)]):
+            pass
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
         await asyncio.to_thread(running.stop)
 
     run(main())

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from tokenizers import decoders, models
 
+from dflash_jax import SamplingParams
+from dflash_jax.engine.request import Event
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import _BYTES, Tokenizer
 
 BUNDLED = TINY / "target" / "tokenizer.json"
@@ -346,3 +349,16 @@ def test_stops_in_the_first_tokens_do_not_count(tokenizer):
     for options in ({"stops": ["b"]}, {"stop_regex": ["b"]}):
         assert begins(tokenizer, ids, **options)[1] == "a"
         assert begins(tokenizer, ids, **options, min_tokens=upto)[1] == "ab a"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_only_pieces_need_the_places_of_tokens(tokenizer, streamed):
+    sequence = TextSequence([1], SamplingParams(stop=["never there"]), [], tokenizer, streamed=streamed)
+    ids = tokenizer.encode_plain(TEXT)
+    for token in ids:
+        sequence.request.monitor([token])
+    assert len(sequence._watched) == (len(ids) if streamed else 0)
+    sequence.request.tokens += ids
+    if not streamed:
+        sequence.take(Event(sequence.request, ids, [1] * len(ids), finish_reason="length"))
+        assert sequence.text.text == TEXT

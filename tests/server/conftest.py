@@ -128,7 +128,7 @@ def llm():
 
 
 def started(llm, *, prepared: bool = True, **options) -> AsyncEngine:
-    options = {"max_queue": 64, "prefill_sizes": (16, 64), "masks": True} | options
+    options = {"max_queue": 64, "prefill_sizes": (16, 64), "masks": True, "trusts_priority": False} | options
     engine = llm.new_engine(llm.programs, 4, 1024, **options)
     if prepared:
         warm_up(engine)

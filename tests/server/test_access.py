@@ -2,11 +2,13 @@
 
 import socket
 
+import httpx
 import pytest
 
 from dflash_jax.errors import InputError
 from dflash_jax.options.serve import parse
 from dflash_jax.server.access import OPEN_PATHS, Access, default_hosts
+from dflash_jax.server.body import Body
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import Running
@@ -67,6 +69,16 @@ def test_access_allows_listed_hosts_only():
     assert status(Access((), ["a", "*"], ()), host="anything") == 200
 
 
+def clients_of(original, seen: list):
+    """A form of `Body.__init__` that appends the client of each body."""
+
+    def init(self, bodies, limits, client, *args, **kwargs):
+        seen.append(client)
+        original(self, bodies, limits, client, *args, **kwargs)
+
+    return init
+
+
 def test_a_server_with_keys_and_hosts(llm, quiet, monkeypatch):
     serving = Serving(llm, quiet.serving.engine, ["tiny"])
     serving.is_ready = True
@@ -85,9 +97,18 @@ def test_a_server_with_keys_and_hosts(llm, quiet, monkeypatch):
         found = running.http.post("/v1/responses", json=body | {"input": "x"}, headers=two)
         path = f"/v1/responses/{found.json()['id']}"
         assert running.http.get(path, headers={"x-api-key": "secret"}).status_code == 200
+        # One key is one client, from any address.
+        clients = []
+        monkeypatch.setattr(Body, "__init__", clients_of(Body.__init__, clients))
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(base_url=running.url, transport=other, headers={"x-api-key": "secret"}) as second:
+            for client in (running.http, second):
+                client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"x-api-key": "secret"})
+        assert len(clients) == 2
+        assert clients[0] == clients[1] not in ("127.0.0.1", "127.0.0.2", None)
         # A body for what needs no key would be memory that anyone can take.
         assert running.http.post("/ping", json={}).status_code == 200
-        monkeypatch.setattr(serving, "body_bytes", 2**40)
+        monkeypatch.setattr(serving.bodies, "nbytes", 2**40)
         for method, path in (("POST", "/ping"), ("OPTIONS", "/v1/models")):
             assert running.http.request(method, path, json={"x": "y" * 2**17}).status_code in (200, 405)
     finally:

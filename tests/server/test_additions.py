@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +113,7 @@ def test_nothing_is_added_by_default(server):
 
 
 def test_metrics_of_a_sequence_that_is_not_submitted_and_of_several_are_empty(llm):
+    serving = SimpleNamespace(additions=Additions(metrics=True))
     sequence = llm.new_sequence([5], SamplingParams(max_tokens=1))
-    assert request_metrics([sequence]) == {}
-    assert request_metrics([sequence, sequence]) == {}
+    assert request_metrics(serving, [sequence]) == {}
+    assert request_metrics(serving, [sequence, sequence]) == {}

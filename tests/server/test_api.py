@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from dflash_jax import SamplingParams
+from dflash_jax.server import responses
 from dflash_jax.server.additions import Additions
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.responses_output import Output
@@ -79,6 +80,25 @@ def test_responses_give_what_the_library_gives(client, llm):
     assert names[-1] == f"response.{found.status}"
     assert text == found.output_text
     assert [i.type for i in last.response.output] == kinds
+
+
+@pytest.mark.parametrize("name", ["final_value", "stored_response"])
+def test_an_error_after_the_first_event_of_a_response_is_its_last_event(quiet, monkeypatch, name):
+    """Wherever it comes from, it has its number in the stream."""
+
+    def broken(*_):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(responses, name, broken)
+    body = {"model": NAME, "input": "Say.", "max_output_tokens": 4}
+    lines = quiet.post("/v1/responses", **body, stream=True).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["type"] == "response.created"
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["message"] == "internal error: ValueError"
+    whole = quiet.post("/v1/responses", **body)
+    assert (whole.status_code, whole.json()["error"]["message"]) == (500, "internal error: ValueError")
 
 
 def test_responses_call_tools_and_keep_to_schemas(client):

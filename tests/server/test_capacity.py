@@ -8,7 +8,7 @@ import pytest
 
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.request_scope import begin_client
+from dflash_jax.server.request_context import RequestContext
 
 
 class Requests:
@@ -18,7 +18,7 @@ class Requests:
         self.capacity, self.order, self.shares = capacity, [], {}
 
     async def _take(self, client, name, count):
-        begin_client(client)
+        RequestContext(client=client).enter()
         share = await self.capacity.take(count)
         self.order.append(name)
         self.shares[name] = share
@@ -166,14 +166,14 @@ def test_a_share_is_returned_in_parts_and_once():
 def test_what_is_taken_at_once_is_refused_where_it_does_not_fit():
     async def test(requests):
         capacity = requests.capacity
-        begin_client("a")
+        RequestContext(client="a").enter()
         share = capacity.take_now(5)
         with pytest.raises(ApiError, match="this client's requests take too much of the memory") as error:
             capacity.take_now(1)
         assert error.value.status_code == 429
-        begin_client("b")
+        RequestContext(client="b").enter()
         capacity.take_now(4)
-        begin_client("c")
+        RequestContext(client="c").enter()
         with pytest.raises(ApiError, match="other requests take too much of the memory") as error:
             capacity.take_now(2)
         assert error.value.status_code == 503

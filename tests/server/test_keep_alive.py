@@ -138,11 +138,11 @@ def counted(sent: list):
 
     real = EventStream._keep_alive
 
-    async def keep_alive(self, send):
+    async def keep_alive(self, send, seconds):
         async def send_and_count(message):
             sent.append(message)
             await send(message)
 
-        await real(self, send_and_count)
+        await real(self, send_and_count, seconds)
 
     return keep_alive

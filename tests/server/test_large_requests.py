@@ -7,9 +7,9 @@ import socket
 import threading
 import tracemalloc
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.server import body, completions, large_answers, prepare, texts
+from dflash_jax.server import body, completions, prepare, stream, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.large_answers import json_pieces
 from dflash_jax.server.limits import Limits
+from dflash_jax.server.stream import json_pieces
 from dflash_jax.server.texts import Texts
 from tests.server.conftest import TOOL, wait_until
 from tests.server.test_robust import HI, JSON
@@ -208,7 +208,7 @@ def test_logprobs_of_a_long_prompt(quiet):
 @pytest.mark.parametrize("few", [0, 10**6])
 def test_responses_with_many_logprobs(quiet, monkeypatch, few):
     """Made on a thread or not, the same events and the same answer."""
-    monkeypatch.setattr(large_answers, "FEW", few)
+    monkeypatch.setattr(stream, "FEW", few)
     fields = {"input": "hi", "top_logprobs": 2, "max_output_tokens": 40, "temperature": 0}
     fields["chat_template_kwargs"] = {"enable_thinking": False}
     found = quiet.post("/v1/responses", **fields)
@@ -341,9 +341,9 @@ def test_a_body_is_dropped_before_its_answer_begins(quiet, name):
                 rows = few * (2 if "batch" in path else 1)
                 # The engine is asked for all of them.
                 assert wait_until(lambda: serving.engine.open_requests == rows)
-                assert wait_until(lambda: serving.body_bytes == 0)
+                assert wait_until(lambda: serving.bodies.nbytes == 0)
                 assert serving.in_flight == few
-                assert not serving.client_body_bytes
+                assert not serving.bodies.nbytes_of
                 gc.collect()
                 assert tracemalloc.get_traced_memory()[0] - before < few * LARGE / 2
         finally:
@@ -366,15 +366,16 @@ def test_what_an_answer_needs_of_a_body_counts(quiet, path, given):
             connection = sent(quiet, path, given, connections)
             assert wait_until(lambda: quiet.serving.engine.open_requests == 1)
             # Values take more than their text.
-            assert quiet.serving.body_bytes > len(json.dumps(given)) + body.VALUE_BYTES * len(given)
+            assert quiet.serving.bodies.nbytes > len(json.dumps(given)) + body.VALUE_BYTES * len(given)
         assert answered(connection).startswith(b"HTTP/1.1 200")
-    assert wait_until(lambda: quiet.serving.body_bytes == 0)
+    assert wait_until(lambda: quiet.serving.bodies.nbytes == 0)
 
 
 def test_one_client_takes_a_part_of_the_memory_for_bodies(quiet, monkeypatch):
     serving = quiet.serving
     most = int(body.CLIENT_SHARE * serving.limits.total_body_bytes)
-    monkeypatch.setattr(serving, "client_body_bytes", Counter({(None, "127.0.0.1"): most, (None, "127.0.0.2"): most}))
+    taken = Counter({"127.0.0.1": most, "127.0.0.2": most})
+    monkeypatch.setattr(serving.bodies, "nbytes_of", taken)
     # A key that is not asked for makes no other client.
     quiet.http.headers["Authorization"] = "Bearer another"
     found = quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1)
@@ -382,7 +383,7 @@ def test_one_client_takes_a_part_of_the_memory_for_bodies(quiet, monkeypatch):
     assert found.status_code == 429
     assert found.headers["retry-after"]
     assert quiet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
-    serving.client_body_bytes[None, "127.0.0.1"] -= 2**17
+    serving.bodies.nbytes_of["127.0.0.1"] -= 2**17
     assert quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1).status_code == 400
 
 
@@ -405,7 +406,7 @@ def test_one_client_takes_a_part_of_the_memory_for_values(quiet, monkeypatch):
 
 def test_small_bodies_beside_many_large_ones(quiet, monkeypatch):
     """Those who send 100 bodies of 10 MB slowly keep only large ones out."""
-    monkeypatch.setattr(quiet.serving, "body_bytes", quiet.serving.limits.total_body_bytes)
+    monkeypatch.setattr(quiet.serving.bodies, "nbytes", quiet.serving.limits.total_body_bytes)
     assert quiet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
     assert quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1).status_code == 503
     # Few bytes, but what their values take is large.
@@ -417,14 +418,11 @@ def test_a_large_body_that_arrives_slowly_gives_way(monkeypatch, sure_s, slow, q
     """Not to others before it has had its time."""
     monkeypatch.setattr(body, "SURE_S", sure_s)
     monkeypatch.setattr(body, "CLIENT_SHARE", 1)
-    limits = Limits(total_body_bytes=150_000)
-    serving = SimpleNamespace(limits=limits, capacity=0, body_bytes=0, client_body_bytes=Counter())
-    serving.arriving, serving.large_bodies = set(), asyncio.Lock()
-    serving.turn = partial(asyncio.sleep, 0)
+    bodies, limits = body.Bodies(), Limits(total_body_bytes=150_000)
 
     async def read(client: str, *parts: bytes | asyncio.Event) -> int:
         """Bytes of a body that arrives in parts, or the error's status."""
-        left, one = list(parts), body.Body(serving, client)
+        left, one = list(parts), body.Body(bodies, limits, client)
 
         async def receive() -> dict:
             if isinstance(left[0], asyncio.Event):
@@ -448,4 +446,27 @@ def test_a_large_body_that_arrives_slowly_gives_way(monkeypatch, sure_s, slow, q
         return await first, second
 
     assert asyncio.run(both()) == (slow, quick)
-    assert (serving.body_bytes, serving.arriving, serving.client_body_bytes) == (0, set(), {})
+    assert (bodies.nbytes, bodies.arriving, bodies.nbytes_of) == (0, set(), {})
+
+
+def test_a_second_address_is_next_whatever_the_first_one_has_sent_and_at_which_priority(quiet):
+    engine = quiet.serving.engine.engine
+    given = {"prompt": "x", "max_tokens": 2, "ignore_eos": True, "priority": -9}
+    with ExitStack() as stack:
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        client = stack.enter_context(httpx.Client(base_url=quiet.url, timeout=120, transport=other))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        count = 3 * engine.runner.slots
+        with paused(quiet):
+            many = [sent(quiet, "/v1/completions", given, stack) for _ in range(count)]
+            assert wait_until(lambda: quiet.serving.engine.open_requests == count)
+            one = pool.submit(client.post, "/v1/completions", json=given | {"priority": 9})
+            assert wait_until(lambda: quiet.serving.engine.open_requests == count + 1)
+            requests = {address: [] for address in ("127.0.0.1", "127.0.0.2")}
+            for request in quiet.serving.engine._router.requests:
+                requests[request.client].append(request)
+        assert one.result().status_code == 200
+        assert all(answered(each).startswith(b"HTTP/1.1 200") for each in many)
+    (request,) = requests["127.0.0.2"]
+    # Of the first client, those had begun that came before.
+    assert sum(r.times.admitted < request.times.admitted for r in requests["127.0.0.1"]) <= engine.runner.slots

@@ -1,11 +1,14 @@
 """Whatever clients do, nothing of theirs stays."""
 
 import asyncio
+import contextlib
 import gc
 import os
+import weakref
 from collections import Counter
 
 import httpx
+import pytest
 
 from tests.server.conftest import wait_until
 from tests.server.test_robust import HI
@@ -43,14 +46,39 @@ async def attack(url: str, rounds: int) -> Counter:
     return seen
 
 
-def test_clients_that_leave_take_everything_with_them(quiet):
+@pytest.fixture
+def sequences(quiet, monkeypatch):
+    """The server's sequences that are not garbage."""
+    kept = weakref.WeakSet()
+
+    def new_sequence(*args, _real=quiet.serving.llm.new_sequence, **options):
+        sequence = _real(*args, **options)
+        kept.add(sequence)
+        return sequence
+
+    monkeypatch.setattr(quiet.serving.llm, "new_sequence", new_sequence)
+    return kept
+
+
+def test_connections_that_stay_open_keep_no_sequences(quiet, sequences):
+    with contextlib.ExitStack() as connections:
+        for _ in range(12):
+            client = connections.enter_context(httpx.Client(base_url=quiet.url, timeout=120))
+            body = {"prompt": "x", "max_tokens": 4, "n": 4, "regex": "[a-z]{9}"}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        assert quiet.idle()
+        gc.collect()
+        assert len(sequences) <= 8
+
+
+def test_clients_that_leave_take_everything_with_them(quiet, sequences):
     serving = quiet.serving
 
     def held() -> tuple[int, ...]:
         """Files but those of workers that are kept, requests, bytes of bodies, sequences that follow a grammar."""
         kept = len(serving.templates._idle) + len(serving.grammar._live)
         sequences = sum(grammar.users for grammar in serving.grammar._cache.values())
-        return len(os.listdir("/proc/self/fd")) - kept, serving.in_flight, serving.body_bytes, sequences
+        return len(os.listdir("/proc/self/fd")) - kept, serving.in_flight, serving.bodies.nbytes, sequences
 
     asyncio.run(attack(quiet.url, 2))
     assert quiet.idle()
@@ -63,4 +91,4 @@ def test_clients_that_leave_take_everything_with_them(quiet):
     assert serving.engine.open_requests == 0
     # Of 200 and more: variables of the engine's thread keep the latest ones until it has others.
     gc.collect()
-    assert len(serving._ids) <= 8
+    assert len(sequences) <= 8

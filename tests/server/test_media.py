@@ -17,7 +17,7 @@ from dflash_jax.media import data_url
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.server import body
 from dflash_jax.server.limits import Limits
-from dflash_jax.server.request_scope import current_client
+from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from tests.media.encoded import clip, encoded, picture
 from tests.server.both_ways import stream
@@ -486,7 +486,7 @@ def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
     encode = media.encode
 
     async def watched(placed):
-        clients.add(current_client())
+        clients.add(current().client)
         used.append(media.memory.used)
         await encode(placed)
         used.append(media.memory.used)

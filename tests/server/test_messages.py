@@ -6,8 +6,8 @@ import anthropic
 import pytest
 
 from dflash_jax.server.conversation import Delta
+from dflash_jax.server.messages import Content
 from dflash_jax.server.messages_input import as_messages
-from dflash_jax.server.messages_output import Content
 from dflash_jax.server.messages_schema import Block, MessagesRequest, TurnMessage
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta

@@ -11,10 +11,9 @@ from dflash_jax import InputError, SamplingParams
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_open
 from dflash_jax.json_text import dumped, reworded
 from dflash_jax.server.errors import JsonResponse
-from dflash_jax.server.large_answers import json_pieces
-from dflash_jax.server.messages_output import _object
+from dflash_jax.server.messages import _object
 from dflash_jax.server.stored_responses import _dumped
-from dflash_jax.server.stream import frame
+from dflash_jax.server.stream import frame, json_pieces
 from dflash_jax.server.tools import LONGEST_HEAD, ToolParser, joined
 from tests.server.conftest import MESSAGES, OFF
 

@@ -12,8 +12,9 @@ from dflash_jax.engine.request import Event
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.server.request_context import RequestContext
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
-from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED, Run, current, fresh_id, fresh_seed, recorded
+from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED, Run, recorded
 from dflash_jax.server.serving import Serving
 
 TEXT = "def naïve(x):\n    return '日本語 🎉' + x\n"
@@ -136,11 +137,8 @@ def test_comments_end_the_replay_and_say_that_the_engine_fails():
 
 def test_ids_and_seeds_follow_from_the_key_and_are_random_without_one():
     def drawn(key):
-        async def draw():
-            Run(key, 5).begin()
-            return fresh_id(), fresh_seed(), current().created
-
-        return asyncio.run(draw())
+        run = Run(key, 5)
+        return run.fresh_id(), run.fresh_seed(), run.created
 
     assert drawn("a") == drawn("a")
     assert drawn("a") != drawn("b")
@@ -148,7 +146,7 @@ def test_ids_and_seeds_follow_from_the_key_and_are_random_without_one():
     assert len(drawn("a")[0]) == 32
     assert 0 <= drawn("a")[1] < 2**32
     assert drawn("a")[2] == 5
-    assert fresh_id() != fresh_id()
+    assert Run().fresh_id() != Run().fresh_id()
 
 
 def test_stored_response_is_replaced_by_a_later_run_of_its_request_alone():
@@ -170,10 +168,10 @@ def test_a_resumed_stream_that_finds_no_place_is_refused_before_its_first_piece(
     sequence = new_sequence(tokenizer)
     lines = [recorded(0, sequence, piece) for piece in generated(sequence, tokenizer.encode_plain("x = 1"), [])]
     engine = Mock()
-    engine.check.side_effect = QueueFullError("full")
+    engine.reserved.side_effect = QueueFullError("full")
 
     async def first():
-        Run("key", lines=lines).begin()
+        RequestContext(run=Run("key", lines=lines)).enter()
         return await anext(Serving.merged(Mock(engine=engine), [new_sequence(tokenizer)]))
 
     with pytest.raises(QueueFullError):

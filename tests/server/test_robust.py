@@ -14,6 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from dflash_jax import SamplingParams
+from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.errors import EngineError
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.serving import Serving
@@ -274,12 +275,35 @@ def test_others_have_a_turn_between_two_pieces_that_are_there_already(quiet, mon
 
     async def read() -> None:
         beside = asyncio.create_task(other())
-        counts = [len(turns) async for _ in quiet.serving.merged([None] * 200)]
+        counts = [len(turns) async for _ in quiet.serving.merged([SimpleNamespace(request=None)] * 200)]
         beside.cancel()
         assert len(set(counts)) == len(counts) == 200
 
     monkeypatch.setattr(Serving, "_live", live)
+    monkeypatch.setattr(quiet.serving.engine, "reserved", contextlib.nullcontext)
     asyncio.run(read())
+
+
+def test_no_request_takes_places_between_the_sequences_of_another(quiet, monkeypatch):
+    """One that takes all places has them from the moment that its first sequence is submitted."""
+    engine = quiet.serving.engine
+    places = engine.engine.runner.slots + engine.engine.config.max_queue
+    submit, refused = engine.submit, []
+
+    def submit_after_another(request):
+        if not refused:
+            other = quiet.serving.llm.new_sequence([5], SamplingParams(max_tokens=1))
+            with pytest.raises(QueueFullError) as error:
+                submit(other.request)
+            refused.append(error)
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", submit_after_another)
+    body = {"prompt": [[5]] * (places // 4), "n": 4, "max_tokens": 1}
+    found = quiet.post("/v1/completions", **body)
+    assert found.status_code == 200, found.text
+    assert len(found.json()["choices"]) == places
+    assert refused
 
 
 def test_the_sequences_of_a_request_begin_and_end_in_steps(quiet, monkeypatch):
@@ -312,7 +336,6 @@ def test_the_sequences_of_a_request_begin_and_end_in_steps(quiet, monkeypatch):
             assert max(b - a for a, b in itertools.pairwise(counts)) <= 64
 
     monkeypatch.setattr(Serving, "_events", events)
-    monkeypatch.setattr(quiet.serving.engine, "check", lambda requests: None)
     asyncio.run(read())
 
 
