@@ -298,7 +298,7 @@ def decode_round(
 
 
 def _contexts(drafter: Drafting | None, block_size: int) -> tuple[Drafting | None, Drafting | None]:
-    """``drafter`` with the contexts that each round of `decode` extends, and with those that wait for its end."""
+    """``drafter`` with the contexts that each round of `decode` extends, and with those that it defers to its end."""
     return (None, drafter) if block_size == 1 else contexts_by_need(drafter)
 
 
@@ -314,7 +314,7 @@ def deferred_features(
         block_size: As in `Settings`.
 
     Returns:
-        Shape [B, places, taps, H] and dtype of the features; None where no context waits.
+        Shape [B, places, taps, H] and dtype of the features; None where no context is deferred.
     """
     later = _contexts(drafter, block_size)[1]
     if later is None:
@@ -339,7 +339,7 @@ def decode(
         target: The target.
         drafter: The drafter, or None.
         state: The state.
-        rounds: Rounds at most (runtime data). They end before contexts that wait for the end have no more room.
+        rounds: Rounds at most (runtime data). They end before deferred contexts have no more room.
         new_tokens: New tokens of a sequence at most, but for those of the first round (runtime data); None is no bound.
         settings: What is compiled in.
 
@@ -349,14 +349,14 @@ def decode(
     """
     taps, size = drafter.taps if drafter is not None else (), settings.block_size
     now, later = _contexts(drafter, size)
-    waiting = _WaitingContexts(target, drafter, later, taps, state, size)
+    deferred = _DeferredContexts(target, drafter, later, taps, state, size)
     before, mode = state, sampling_mode(state.sampling)
 
     def goes_on(carry: tuple[Array, DecodeState, Array | None]) -> Array:
         i, state, _ = carry
         num_gained = (state.length - before.length).max()
         has_room = True if new_tokens is None else num_gained + size <= new_tokens
-        has_room = has_room & waiting.has_room(state, i)
+        has_room = has_room & deferred.has_room(state, i)
         return (i < rounds) & ~state.done.all() & (has_room | (i == 0))
 
     def body(carry: tuple[Array, DecodeState, Array | None]) -> tuple[Array, DecodeState, Array | None]:
@@ -364,15 +364,15 @@ def decode(
         block = next_block(target, drafter, state, settings, mode)
         logits, features, record = verify(target, state, block, taps)
         after = decide(state, block, logits, None, mode)
-        kept = waiting.keep(kept, features, state, i)
+        kept = deferred.keep(kept, features, state, i)
         features = None if now is None else features_of(now.taps, features, taps)
         return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), kept
 
-    _, state, kept = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, waiting.nothing()))
-    return waiting.extend(state, kept).restart_draft_contexts(before, extended_contexts(drafter))
+    _, state, kept = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, deferred.nothing()))
+    return deferred.extend(state, kept).restart_draft_contexts(before, extended_contexts(drafter))
 
 
-class _WaitingContexts:
+class _DeferredContexts:
     """Contexts that no round of a `decode` call reads: they are extended at its end, which costs each round less.
 
     Args:
@@ -397,7 +397,7 @@ class _WaitingContexts:
         self._shape = deferred_features(target, drafter, before.tokens.shape[0], size)
 
     def nothing(self) -> Float[Array, "B places taps H"] | None:
-        """Room for the features that the contexts will take; None where no context waits."""
+        """Room for the features that the contexts will take; None where no context is deferred."""
         return None if self._shape is None else jnp.zeros(self._shape.shape, self._shape.dtype)
 
     def has_room(self, state: DecodeState, i: Int[Array, ""]) -> Bool[Array, ""] | bool:

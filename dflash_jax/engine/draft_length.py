@@ -20,8 +20,8 @@ tried after a while, since their compilation is waited for.
 Contexts cost time, too, and can be left out; they start anew where they are wanted again. Plain decoding runs without
 drafters (`NO_DRAFTER`) where contexts take more time than trials may, or where no draft could pay off even at the best
 recent acceptance. At long intervals the contexts are kept up for a while nevertheless, so that acceptance can be
-measured again. Of several drafters, one drafts alone
-where that is faster and all programs are compiled (`engine.drafting_alone`).
+measured again. Of several drafters, one drafts alone where that is faster and all programs are compiled
+(`engine.drafting_alone`).
 """
 
 from collections import Counter
@@ -268,12 +268,13 @@ class DraftLengthPolicy:
 
         # Plain decoding that keeps up contexts, so that drafting can resume, or that which is compiled.
         plain_candidate = plain and max(plain, key=lambda s: (s in rounds.compiled or is_patient, s != NO_DRAFTER))
-        if leaves_out := rounds.are_contexts_dear(plain):
+        is_at_hand = NO_DRAFTER in rounds.compiled or not rounds.compiled
+        if leaves_out := is_at_hand and rounds.are_contexts_dear(plain):
             plain_candidate = NO_DRAFTER
         candidates = [plain_candidate, *drafting] if plain else drafting
         # What a drafter takes alone follows from what it takes with all contexts.
         known = [each for each in candidates if rounds.is_measured(each) or rounds.is_measured(each.with_all)]
-        ready = [each for each in known if each in rounds.compiled or each == NO_DRAFTER] or known
+        ready = [each for each in known if each in rounds.compiled] or known
         if not ready and self._guesses[batch_size, None] < PLAIN_DISPATCHES:
             self._guesses[batch_size, None] += 1
             return candidates[0]
@@ -300,6 +301,7 @@ class DraftLengthPolicy:
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:
                 return NO_DRAFTER
+            drafting = [each for each in drafting if each in rounds.compiled] or drafting
             return plain[-1] if probing < PROBE_CONTEXT_S else max(drafting, key=rounds.optimistic)
 
         def is_due(speculation: Speculation) -> bool:

@@ -167,11 +167,15 @@ class Engine:
         share = places // len({*unfinished, client})
         if (own + new > share and total + new > places) or total + new > MOST_SHARES * places:
             waiting = max(0, total - self.runner.slots)
-            whose = f", {own} requests of this client" if own < total else ""
-            raise QueueFullError(f"{waiting} requests are waiting{whose}: {self.config.max_queue} may")
+            whose = f"; this client has {own} of {total}, and its share is {share}" if own < total else ""
+            raise QueueFullError(f"{waiting} requests are waiting: {self.config.max_queue} may{whose}")
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, has_place: bool = False) -> None:
         """Queues a request. One that has tokens already goes on after them.
+
+        Args:
+            request: The request.
+            has_place: Whether it has a place in the queue, which is not checked then.
 
         Raises:
             InputError: The request can never run.
@@ -181,7 +185,8 @@ class Engine:
         if self.failure is not None:
             raise UnavailableError(self.failure)
         self.check(request)
-        self.check_queue(self._turns.active, request.client)
+        if not has_place:
+            self.check_queue(self._turns.active, request.client)
         request.resumed = len(request.tokens)
         if request.tokens and request.mask is not None:
             self._results.advance_mask(request, request.tokens)
@@ -325,12 +330,18 @@ class Engine:
             return
         held = Counter(each.client for each in self._by_slot.values())
         richest = max(held, key=lambda client: held[client])
-        if held[request.client] + 1 >= held[richest] or any(r.must_recompute for r in self._by_slot.values()):
-            return
         owned = [each for each in self._by_slot.values() if each.client == richest and each.is_resident]
-        if owned:
+        if held[request.client] + 1 >= held[richest] or not owned:
+            return
+        victim = max(owned, key=lambda each: each.rank)
+        shard, promised = self.runner.shard(victim.slot), self._promised()
+        freed = zip(self._need(request), self.pages.counts(victim.slot), strict=True)
+        full, windowed = (max(0, need - own) for need, own in freed)
+        # Otherwise the slot would go back to it, or to nobody.
+        is_next = self._waiting.turn(request) < self._waiting.turn(victim)
+        if is_next and self.pages.fits(shard, (full, windowed), promised[shard]):
             self.statistics.preemptions += 1
-            self._give_up(max(owned, key=lambda each: each.rank))
+            self._give_up(victim)
 
     def _give_up(self, request: Request) -> None:
         """Gives up a request's pages without a copy."""

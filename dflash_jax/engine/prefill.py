@@ -169,15 +169,18 @@ class Prefiller:
             (request, ticket of the runner) of each chunk, and the requests whose prefill is complete.
         """
         clients = {prefill.request.client for prefill in self._queue}
-        self._last_turns = {each: self._last_turns.get(each, -1) for each in clients}
+        # A new client begins at the least, so that many new ones do not keep another out.
+        least = min((turn for each, turn in self._last_turns.items() if each in clients), default=-1)
+        self._last_turns = {each: self._last_turns.get(each, least) for each in clients}
 
         def turn(prefill: _Prefill) -> tuple[int, int, int]:
             request = prefill.request
             return request.level, self._last_turns[request.client], request.priority
 
-        started, complete, turns = [], [], deque(sorted(self._queue, key=turn))
+        started, complete, turns = [], [], list(self._queue)
         while turns and budget > 0:
-            prefill = turns.popleft()
+            prefill = min(turns, key=turn)
+            turns.remove(prefill)
             if not prefill.request.is_resident:
                 continue
             if self._awaits_another(prefill) or not self._can_advance(prefill):
@@ -237,6 +240,7 @@ class Prefiller:
             and self._can_advance(other)
             and other.order < prefill.order
             and other.request.level <= prefill.request.level
+            and (other.request.client != prefill.request.client or other.request.priority <= prefill.request.priority)
         )
 
     def _advance(self, prefill: _Prefill, others: Sequence[_Prefill], budget: int) -> tuple[list, int, object]:

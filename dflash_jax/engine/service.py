@@ -35,6 +35,8 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._commands: deque = deque()
         self._router = EventRouter()
+        # Held while places are counted and taken.
+        self._places = threading.Lock()
         self._reserved: set[Request] = set()
         self._stopping, self._has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -180,7 +182,7 @@ class AsyncEngine:
 
     def _submit(self, request: Request) -> None:
         try:
-            self.engine.submit(request)
+            self.engine.submit(request, has_place=True)
         except (ValueError, RuntimeError) as e:
             request.close()
             self._router.send([(request, e)])

@@ -2,7 +2,8 @@
 
 A client's account is that of a virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI
 2024): a token of a prompt counts once, a new token twice. The next request is of the client with the least; a client
-that was idle begins at the least of those that are active, so that nobody saves up.
+that was idle begins at the least of those that are active, so that nobody saves up. When all are idle, all accounts
+are equal again.
 """
 
 from bisect import bisect_left, insort
@@ -42,6 +43,9 @@ class Turns:
         if self.active[client]:
             return
         del self.active[client]
+        if not self.active:
+            self._served.clear()
+            return
         self._served[client] = self._served.pop(client)
         if len(self._served) > KEPT_ACCOUNTS + len(self.active):
             del self._served[next(each for each in self._served if each not in self.active)]
@@ -92,7 +96,11 @@ class WaitingRequests:
     def first(self) -> Request:
         """The next request, of one or more."""
         firsts = (entries[0][-1] for entries in self._by_client.values())
-        return min(firsts, key=lambda each: (each.level, self._turns.served(each.client), each.order))
+        return min(firsts, key=lambda each: (*self.turn(each), each.order))
+
+    def turn(self, request: Request) -> tuple[int, float]:
+        """What orders the requests of several clients: lower goes first."""
+        return request.level, self._turns.served(request.client)
 
 
 def _entry(request: Request) -> tuple[int, int, Request]:

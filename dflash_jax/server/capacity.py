@@ -73,11 +73,11 @@ class FairCapacity:
         """
         client, count = current().client, min(count, self.half)
         granted = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((count, granted))
-        self._grant()
-        if not granted.done():
-            self._drop_beyond_limit()
         try:
+            self._waiting.setdefault(client, deque()).append((count, granted))
+            self._grant()
+            if not granted.done():
+                self._drop_beyond_limit()
             await granted
         except asyncio.CancelledError:
             if not granted.cancelled() and granted.exception() is None:
@@ -134,7 +134,9 @@ class FairCapacity:
         if self._most_waiting is not None and total > self._most_waiting:
             _, refused = max(self._waiting.values(), key=len).pop()
             message = f"{self._most_waiting} requests wait for {self._name}: try again later"
-            refused.set_exception(ApiError(503, message))
+            # Its client may have left in this turn of the loop.
+            if not refused.done():
+                refused.set_exception(ApiError(503, message))
 
     def _forget(self, client: Hashable, granted: asyncio.Future[None]) -> None:
         """Removes a request from those that wait, if it is one, and what its removal leaves behind."""

@@ -235,6 +235,7 @@ def run(args, system) -> int:
         with llm.leading():
             return serve(args, llm, store, listening, tls, origins, tracer)
     except BaseException:
+        store.close()
         transport.close(listening, args.uds)
         raise
 
@@ -253,8 +254,9 @@ def serve(args, llm, store, listening: socket.socket, tls, origins: cors.Cors | 
     try:
         code = asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
     finally:
-        serving.stop_workers()
+        # First: another signal may end the process here.
         store.close()
+        serving.stop_workers()
         transport.close(listening, args.uds)
         if tracer is not None:
             tracer.flush()
@@ -267,7 +269,7 @@ def serve(args, llm, store, listening: socket.socket, tls, origins: cors.Cors | 
 class Runner:
     """The HTTP server's life: warm-up beside it, then requests.
 
-    A first SIGTERM or SIGINT drains; a second one ends the requests with an error, a third one at once.
+    A first SIGTERM or SIGINT drains; a second one ends the requests with an error, a third ends the process at once.
 
     Args:
         config: Uvicorn's configuration.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_jax.errors import InputError
+from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.errors import ApiError
 
 log = logging.getLogger("dflash_jax.server")
@@ -27,6 +28,8 @@ log = logging.getLogger("dflash_jax.server")
 MOST_BYTES, MOST_AGE_S = 256 * 2**20, 30 * 86400.0
 # Seconds to wait for the writes of other processes.
 LOCK_S = 10.0
+# Seconds that a read or a write waits for those before it, at most, and reads that may wait.
+WAIT_S, WAITING = 60.0, 256
 # Expired entries that one write removes at most.
 STEP_ENTRIES = 16
 # Identifies a file of stored responses, and the version of its tables.
@@ -193,33 +196,48 @@ class ResponseStore:
         most_age_s: float = MOST_AGE_S,
     ):
         self.size, self.most_bytes, self._most_age_s, self.folder = size, most_bytes, most_age_s, None
-        # One thread each: writes have an order, and reads do not wait for them.
+        # One thread each: writes have an order, and reads do not wait for them. Clients read by turns.
         self._reading, self._writing = (ThreadPoolExecutor(1, f"responses-{name}") for name in ("read", "write"))
-        at_end = ExitStack()
+        self._turns = FairCapacity(1, "stored responses", WAITING)
+        # Entries whose last use is to be written.
+        self._touched: set[int] = set()
+        self._at_end, self._is_open = ExitStack(), False
         # When the store is garbage, too, or the interpreter ends.
-        self._end = weakref.finalize(self, at_end.close)
-        if not size:
-            return
-        try:
-            if path is None:
-                self.folder = tempfile.mkdtemp(prefix="dflash-responses-")
-                at_end.callback(shutil.rmtree, self.folder, ignore_errors=True)
-                path = f"{self.folder}/responses.sqlite"
-            self._reader, self._writer = _open(Path(path), at_end)
-            # A temporary file need not outlast a failure of power.
-            self._writer.execute(f"PRAGMA synchronous = {'NORMAL' if self.folder is None else 'OFF'}")
-        except (InputError, OSError, ValueError, sqlite3.Error) as e:
-            self._end()
-            reason = getattr(e, "strerror", None) or e
-            raise InputError(f"--response-store-path {path or '(a temporary file)'}: {reason}") from None
+        self._end = weakref.finalize(self, self._at_end.close)
+        if size and path is not None:
+            try:
+                self._open(Path(path))
+            except (InputError, OSError, ValueError, sqlite3.Error) as e:
+                self._end()
+                reason = getattr(e, "strerror", None) or e
+                raise InputError(f"--response-store-path {path}: {reason}") from None
+
+    def _open(self, path: Path) -> None:
+        self._reader, self._writer = _open(path, self._at_end)
+        # A temporary file need not outlast a failure of power. What is deleted from another one is to be gone.
+        kept = ("synchronous = NORMAL", "secure_delete = ON")
+        for pragma in kept if self.folder is None else ("synchronous = OFF",):
+            self._writer.execute(f"PRAGMA {pragma}")
+        self._is_open = True
+
+    def _open_temporary(self) -> None:
+        """Opens a temporary file: at the first write, so that a process that ends before leaves none."""
+        self.folder = tempfile.mkdtemp(prefix="dflash-responses-")
+        self._at_end.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._open(Path(self.folder, "responses.sqlite"))
 
     async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
         """The entry of an owner; None where there is none."""
-        found = await self._on(self._reading, self._read, owner, _bytes(response_id))
+        if not self._is_open:
+            return None
+        with await self._turns.take(1):
+            found = await self._on(self._reading, self._read, owner, _bytes(response_id))
         if found is None:
             return None
         number, entry = found
-        self._writing.submit(self._touch, number)
+        if not self._touched:
+            self._writing.submit(self._touch)
+        self._touched.add(number)
         return entry
 
     async def put(self, owner: bytes, response_id: str, entry: StoredResponse, client: Hashable = None) -> bool:
@@ -243,7 +261,7 @@ class ResponseStore:
 
     async def delete(self, owner: bytes, response_id: str) -> bool:
         """Deletes an entry; whether there was one."""
-        return bool(await self._on(self._writing, self._delete, owner, _bytes(response_id)))
+        return self._is_open and bool(await self._on(self._writing, self._delete, owner, _bytes(response_id)))
 
     def close(self) -> None:
         """Completes the writes, and closes the file. A temporary one is removed."""
@@ -259,9 +277,16 @@ class ResponseStore:
     async def _on(self, thread: ThreadPoolExecutor, work: Callable[..., Any], *arguments) -> Any:
         if not self.size:
             return None
+        deadline = time.monotonic() + WAIT_S
+
+        def in_time() -> Any:
+            if time.monotonic() > deadline:
+                raise sqlite3.OperationalError("another process has locked the file for too long")
+            return work(*arguments)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
-        except sqlite3.Error as e:
+            return await asyncio.get_running_loop().run_in_executor(thread, in_time)
+        except (sqlite3.Error, OSError) as e:
             log.error("stored responses: %s", e)
             # Not 503: it would be the same at another replica.
             raise ApiError(500, f"stored responses cannot be used: {e}; a request with store: false can") from None
@@ -280,6 +305,8 @@ class ResponseStore:
                 return number, StoredResponse(blob.read(response_bytes), blob.read(), run)
 
     def _put(self, owner: bytes, name: bytes, entry: StoredResponse, client: bytes) -> bool:
+        if not self._is_open:
+            self._open_temporary()
         now = time.time()
         self._expire(now)
         if entry.nbytes > self.most_bytes:
@@ -309,9 +336,12 @@ class ResponseStore:
     def _delete(self, owner: bytes, name: bytes) -> bool:
         return self._writer.execute(f"DELETE FROM entries WHERE {NAMED}", (owner, name)).rowcount > 0
 
-    def _touch(self, number: int) -> None:
+    def _touch(self) -> None:
         now = time.time()
-        self._writer.execute("UPDATE entries SET used = ? WHERE number = ?", (now, number))
+        used = [(now, self._touched.pop()) for _ in range(len(self._touched))]
+        with self._writer as writer:
+            writer.execute("BEGIN IMMEDIATE")
+            writer.executemany("UPDATE entries SET used = ? WHERE number = ?", used)
         self._expire(now)
 
     def _expire(self, now: float) -> None:

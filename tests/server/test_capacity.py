@@ -209,3 +209,22 @@ def test_a_turn_lasts_as_long_as_its_thread():
             await asyncio.sleep(0)
 
     run(test, 1, "a worker")
+
+
+def test_a_client_that_leaves_while_it_is_refused_takes_nothing_from_another():
+    async def test(requests):
+        held = [await requests.ask(name, name) for name in ("a", "b")]
+        waiting = [await requests.ask("evil", f"evil {i}") for i in range(2)]
+        waiting[-1].cancel()
+        # In the same turn of the loop.
+        RequestContext(client="victim").enter()
+        share = asyncio.create_task(requests.capacity.take(1))
+        await settled()
+        for name in ("a", "b", "evil 0"):
+            await requests.end(name)
+        (await share).release()
+        await asyncio.gather(*held, *waiting, return_exceptions=True)
+        assert requests.capacity.used == 0
+        assert not requests.capacity._waiting
+
+    run(test, 2, "workers", waiting=2)
