@@ -90,8 +90,8 @@ class DrafterRecord:
         places: Drafts of the largest block.
 
     Attributes:
-        odds: The odds of acceptance at each place, of drafts where those before were accepted.
-        usual: Rejections that are usual among the first n accepted drafts of a round, by n.
+        usual: Rejections that are usual among the first n accepted drafts of a round, by n, as of the last reading of
+            ``odds``: all sequences of a dispatch are held to the same.
         best_ratio: The best recent odds ratio of a sequence.
         rounds: Rounds that were observed.
     """
@@ -115,13 +115,22 @@ class DrafterRecord:
                 self._accepted[place] += 1
             if count < block_size:
                 self._rejected[count - 1] += 1
-        self._update()
+        self._is_current = False
 
     def follow(self, ratio: float) -> None:
         """Draws the best recent odds ratio to that of a sequence after a round."""
         self.best_ratio += (RISE if ratio > self.best_ratio else FALL) * (ratio - self.best_ratio)
 
+    @property
+    def odds(self) -> list[float]:
+        """The odds of acceptance at each place, of drafts where those before were accepted."""
+        if not self._is_current:
+            self._update()
+        return self._odds
+
     def _update(self) -> None:
+        # First, so that a round that another thread adds meanwhile counts at the next reading.
+        self._is_current = True
         least, greatest = ODDS
         # The first place has none before it.
         odds = self._accepted[0] / max(self._rejected[0], 1 / greatest)
@@ -133,7 +142,7 @@ class DrafterRecord:
             by_place.append(odds)
             usual.append(usual[-1] + 1 / odds)
         # Whole lists: other threads read them.
-        self.odds, self.usual = by_place, usual
+        self._odds, self.usual = by_place, usual
 
     def expected_tokens(self, ratios: Sequence[float], least: float = 0.0) -> np.ndarray:
         """Expected tokens of a round.

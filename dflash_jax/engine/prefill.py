@@ -97,7 +97,7 @@ class Prefiller:
         self.sizes, self.padding = config.prefill_sizes, config.prefill_padding
         self._order = itertools.count()
         self._queue: deque[_Prefill] = deque()
-        # The number of each client's last chunk, while it has prompts here.
+        # The number of each client's last chunk, or of its arrival, while it has prompts here.
         self._last_turns: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
@@ -126,6 +126,7 @@ class Prefiller:
         order = next(self._order)
         prefill = _Prefill(request, tokens, end, order, drafting, cuts, lasting, keys, can_cache=uses_cache)
         self._queue.append(prefill)
+        self._last_turns.setdefault(request.client, order)
 
     def _parting(self, keys: PrefixKeys, request: Request) -> int:
         """Where a prompt parts from a cached one, if it cannot be restored up to there; otherwise 0.
@@ -169,9 +170,7 @@ class Prefiller:
             (request, ticket of the runner) of each chunk, and the requests whose prefill is complete.
         """
         clients = {prefill.request.client for prefill in self._queue}
-        # A new client begins at the least, so that many new ones do not keep another out.
-        least = min((turn for each, turn in self._last_turns.items() if each in clients), default=-1)
-        self._last_turns = {each: self._last_turns.get(each, least) for each in clients}
+        self._last_turns = {each: self._last_turns[each] for each in clients}
 
         def turn(prefill: _Prefill) -> tuple[int, int, int]:
             request = prefill.request

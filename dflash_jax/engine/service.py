@@ -5,7 +5,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from typing import TypeVar
 
 from dflash_jax.engine.engine import Engine
@@ -16,6 +16,9 @@ from dflash_jax.errors import EngineError, UnavailableError
 log = logging.getLogger("dflash_jax")
 
 T = TypeVar("T")
+
+# Events of a request that a slow consumer gets at once.
+MOST_EVENTS = 64
 
 
 class AsyncEngine:
@@ -36,7 +39,7 @@ class AsyncEngine:
         self._commands: deque = deque()
         self._router = EventRouter()
         # Held while places are counted and taken.
-        self._places = threading.Lock()
+        self._places = threading.RLock()
         self._reserved: set[Request] = set()
         self._stopping, self._has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -109,13 +112,17 @@ class AsyncEngine:
         return await result
 
     def submit(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Submits a request: its events one by one, otherwise as `submit_batched`."""
+        return self._flat(self.submit_batched(request))
+
+    def submit_batched(self, request: Request) -> AsyncGenerator[list[Event], None]:
         """Submits a request.
 
         The request is closed on every path.
 
         Returns:
-            Its events; the last one has a finish_reason. In place of the first event, the generator may raise
-            QueueFullError or UnavailableError.
+            Its events, each time those that have come since the last time, at most `MOST_EVENTS`; the last one has a
+            finish_reason. In place of the first events, the generator may raise UnavailableError.
 
         Raises:
             InputError: The request can never run.
@@ -127,7 +134,14 @@ class AsyncEngine:
         except Exception:
             request.close()
             raise
-        return self._events(request)
+        return self._batches(request)
+
+    @staticmethod
+    async def _flat(batches: AsyncGenerator[list[Event], None]) -> AsyncGenerator[Event, None]:
+        async with aclosing(batches):
+            async for events in batches:
+                for event in events:
+                    yield event
 
     @contextmanager
     def reserved(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -138,12 +152,14 @@ class AsyncEngine:
             QueueFullError: The queue has not as many places now.
             UnavailableError: The engine has failed or was stopped.
         """
-        self._check(requests)
-        self._reserved.update(requests)
+        with self._places:
+            self._check(requests)
+            self._reserved.update(requests)
         try:
             yield
         finally:
-            self._reserved.difference_update(requests)
+            with self._places:
+                self._reserved.difference_update(requests)
 
     def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -153,25 +169,31 @@ class AsyncEngine:
         if self._stopping or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
         # Requests with a receiver count, also those whose submission waits for the end of a long step.
-        if new := sum(request not in self._reserved for request in requests):
-            unfinished = self._router.unfinished + Counter(request.client for request in self._reserved)
-            self.engine.check_queue(unfinished, requests[0].client, new)
+        with self._places:
+            if new := sum(request not in self._reserved for request in requests):
+                unfinished = self._router.unfinished + Counter(request.client for request in self._reserved)
+                self.engine.check_queue(unfinished, requests[0].client, new)
 
-    async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _batches(self, request: Request) -> AsyncGenerator[list[Event], None]:
         inbox: asyncio.Queue = asyncio.Queue()
-        self._reserved.discard(request)
-        self._router.add(request, inbox.put_nowait, asyncio.get_running_loop())
+        with self._places:
+            self._reserved.discard(request)
+            self._router.add(request, inbox.put_nowait, asyncio.get_running_loop())
         self._command(self._submit, request)
         try:
             if self._stopping or self._has_ended or not self._thread.is_alive():
                 # The thread may have ended before the router had this request.
                 raise UnavailableError(self.engine.failure or "the engine is not running")
             while True:
-                message = await inbox.get()
-                if isinstance(message, Exception):
-                    raise message
-                yield message
-                if message.finish_reason is not None:
+                messages = [await inbox.get()]
+                while not inbox.empty() and len(messages) < MOST_EVENTS:
+                    messages.append(inbox.get_nowait())
+                events = [message for message in messages if isinstance(message, Event)]
+                if events:
+                    yield events
+                if isinstance(messages[-1], Exception):
+                    raise messages[-1]
+                if messages[-1].finish_reason is not None:
                     return
         finally:
             self._router.remove(request)
@@ -209,7 +231,7 @@ class AsyncEngine:
 
     def _end_all(self) -> None:
         """Sends the end of the thread to all receivers, and closes all requests: their masks may hold processes."""
-        # From here on, `_events` closes the requests that it adds.
+        # From here on, `_batches` closes the requests that it adds.
         self._has_ended = True
         failure = self.engine.failure
         self._router.send_all(EngineError(failure) if failure else UnavailableError("the engine was stopped"))

@@ -5,7 +5,7 @@ The tokens of a text, in whatever pieces they come, give what the tokenizer deco
 
 import codecs
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.stop_strings import StopFinder
@@ -74,6 +74,25 @@ class Detokenizer:
             self._settle(text)
         return self._start
 
+    def push_each(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Adds tokens, up to one that ends the text.
+
+        Returns:
+            Where each of them begins, as `push` says, and where ``text`` ends after each.
+        """
+        lengths = None if self._stops or self.stopped else self._decoder.lengths(tokens)
+        if lengths is not None:
+            places = list(accumulate(lengths, initial=len(self._raw)))
+            self.push(*tokens)
+            return places[:-1], places[1:]
+        starts, ends = [], []
+        for token in tokens:
+            starts.append(self.push(token))
+            ends.append(len(self.text))
+            if self.stopped:
+                break
+        return starts, ends
+
     def finish(self) -> None:
         """Ends the text: no tokens follow, so characters held back are part of it."""
         if not self.stopped:
@@ -106,7 +125,7 @@ class _ByteDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._bytes = tokenizer.shown_bytes if skip_special_tokens else tokenizer.all_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
@@ -116,15 +135,18 @@ class _ByteDecoder:
 
     def push(self, tokens: Iterable[int]) -> tuple[str, int]:
         """The text that tokens complete, and where in it they begin."""
-        tokenizer = self._tokenizer
-        shown = [t for t in tokens if not tokenizer.is_special(t)] if self._skip else tokens
-        raw = b"".join(map(tokenizer.token_bytes, shown))
+        raw = b"".join(map(self._bytes.__getitem__, tokens))
         if not raw:
             return "", 0
         first = self._utf8.decode(raw[:1])
         # The first byte is of the last character so far.
         begin = len(first) - 1 + self.pending
         return first + self._utf8.decode(raw[1:]), begin
+
+    def lengths(self, tokens: Sequence[int]) -> list[int] | None:
+        """Characters of each token, where all are ASCII, and no character has begun; None otherwise."""
+        texts = list(map(self._bytes.__getitem__, tokens))
+        return list(map(len, texts)) if b"".join(texts).isascii() and not self.pending else None
 
     def finish(self) -> str:
         """The text of what waits."""
@@ -156,6 +178,9 @@ class _ContextDecoder:
             begins.append(len(text) + begin)
             text += piece
         return text, begins[1 if shown else 0]
+
+    def lengths(self, tokens: Sequence[int]) -> None:
+        """None: a token's characters follow from those around it."""
 
     def _push_bytes(self, tokens: list[int]) -> tuple[str, int]:
         """Bytes wait for the end of their run, since all of it decides whether they are UTF-8."""

@@ -139,6 +139,7 @@ class TextSequence:
         )
         self._ends, self._has_ended, self._draft_record = ends, False, draft_record
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
+        self._hidden = frozenset(() if params.include_stop_str_in_output else stops)
         self.is_streamed = streamed
         self.num_tokens = 0
         self.yielded: list[int] = []
@@ -155,10 +156,13 @@ class TextSequence:
     def _watch(self, text: Detokenizer, tokens: Sequence[int]) -> int | None:
         """The request's monitor: decodes new tokens and looks for the end of the text."""
         ends, starts = [], []
-        for token in tokens:
-            known = len(text.text)
-            starts.append(text.push(token) if self._is_shown(token) else text.end)
-            ends.append(len(text.text))
+        # One by one where each may end the text.
+        step = max(1, len(tokens)) if self._ends is None and self._hidden.isdisjoint(tokens) else 1
+        for first in range(0, len(tokens), step):
+            known, part = len(text.text), tokens[first : first + step]
+            begins, upto = text.push_each(part) if self._is_shown(part[0]) else ([text.end], [known])
+            starts += begins
+            ends += upto
             is_end = self._ends is not None and self._ends(text.text[known:])
             self._has_ended = is_end and len(self.request.tokens) + len(ends) > self.request.params.min_tokens
             if text.stopped or self._has_ended:
@@ -169,7 +173,7 @@ class TextSequence:
 
     def _is_shown(self, token: int) -> bool:
         """Whether a token is part of the text. One that ends it is only where the params ask for that."""
-        return self.request.params.include_stop_str_in_output or token not in self.request.stops
+        return token not in self._hidden
 
     def take(self, event: Event) -> None:
         """Adds an event of the engine."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,18 @@ WORDS = 2048
 MARKERS = ("<|im_start|>", "<|start_header_id|>")
 
 
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of tokens, each read when it is first asked for."""
+
+    def __init__(self, read: Callable[[int], bytes]):
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, token: int) -> bytes:
+        value = self[token] = self._read(token)
+        return value
+
+
 class Tokenizer:
     """The tokenizer and chat template of a checkpoint.
 
@@ -56,6 +68,8 @@ class Tokenizer:
         has_byte_fallback: Whether runs of tokens such as ``<0x0A>`` are the UTF-8 of a text, or a replacement character
             for each where they are none.
         template_options: As given.
+        all_bytes: `token_bytes` by token id.
+        shown_bytes: The same, empty for special tokens.
 
     Raises:
         InputError: The files are not a tokenizer, or an option has a reserved name.
@@ -63,8 +77,8 @@ class Tokenizer:
 
     def __init__(self, directory: Path, chat_template: str | None = None, template_options: dict | None = None):
         self._directory, self._given_template = directory, chat_template
-        # Log-probabilities decode the same tokens many times.
-        self._token_bytes: dict[int, bytes] = {}
+        self.all_bytes = _TokenBytes(self._read_token_bytes)
+        self.shown_bytes = _TokenBytes(lambda token: b"" if self.is_special(token) else self.all_bytes[token])
         self._encode_word = lru_cache(WORDS)(lambda word: tuple(self._encode(word, False)))
         self.template_options = dict(template_options or {})
         if reserved := RESERVED & set(self.template_options):
@@ -148,10 +162,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, which may be part of a character; of a special token, its name."""
-        value = self._token_bytes.get(token_id)
-        if value is None:
-            value = self._token_bytes[token_id] = self._read_token_bytes(token_id)
-        return value
+        return self.all_bytes[token_id]
 
     def _read_token_bytes(self, token_id: int) -> bytes:
         name = self.token(token_id)

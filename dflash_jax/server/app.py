@@ -38,6 +38,10 @@ def needs_engine(scope) -> bool:
     return scope["method"] == "POST" and scope["path"] not in ALWAYS
 
 
+# What applications around the gate may say of a request.
+GIVEN = "run", "on_begin", "on_end"
+
+
 class Gate:
     """Checks every request before its route: the host, the key, whether the server takes requests, and the body."""
 
@@ -50,7 +54,8 @@ class Gate:
             await self.app(scope, receive, send)
             return
         # Applications around this one say what observes the request, and whether it is a run of an earlier one.
-        context = RequestContext(Headers(scope=scope), **scope.get("state", {}))
+        given = {name: value for name, value in scope.get("state", {}).items() if name in GIVEN}
+        context = RequestContext(Headers(scope=scope), **given)
         context.enter()
         context.model, context.unknown_fields = self.serving.name, self.serving.limits.unknown_fields
         if self.serving.additions.request_ids and ID_HEADER not in context.headers:

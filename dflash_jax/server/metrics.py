@@ -1,10 +1,12 @@
 """Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` can read them."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from math import isnan
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
@@ -40,9 +42,8 @@ class Metrics:
             return metric.labels(self._name, "0")
 
         self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
-        self._gap = histogram(
-            "inter_token_latency_seconds", "Between tokens; those of a round share its time.", TOKEN_S
-        )
+        # Seconds between tokens: their sum, and how many are in each bucket. `Histogram` would count them one by one.
+        self._gap_s, self._gaps = 0.0, [0] * (len(TOKEN_S) + 1)
         self._per_token = histogram("request_time_per_output_token_seconds", "A request's mean.", TOKEN_S)
         self._latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_S)
         self._queued = histogram("request_queue_time_seconds", "Arrival to a slot.", REQUEST_S)
@@ -60,8 +61,8 @@ class Metrics:
         request, now = event.request, self._engine.engine.runner.clock
         before, count = self._last.get(request), len(event.tokens)
         if count and before is not None:
-            for _ in range(count):
-                self._gap.observe((now - before) / count)
+            self._gap_s += now - before
+            self._gaps[bisect_left(TOKEN_S, (now - before) / count)] += count
         if count:
             self._last[request] = now
         if event.finish_reason is not None:
@@ -104,6 +105,12 @@ class Metrics:
             family.add_metric(labels, value)
             return family
 
+        gaps = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between tokens; those of a round share its time.", labels=LABELS
+        )
+        upto = zip([*(str(float(bound)) for bound in TOKEN_S), "+Inf"], accumulate(self._gaps), strict=True)
+        gaps.add_metric(labels, list(upto), self._gap_s)
+        yield gaps
         yield gauge("num_requests_running", "Requests in a slot.", engine.running)
         yield gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
         yield gauge("num_requests_swapped", "Requests whose keys and values are on the host.", engine.swapped)

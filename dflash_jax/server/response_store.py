@@ -201,6 +201,7 @@ class ResponseStore:
         self._turns = FairCapacity(1, "stored responses", WAITING)
         # Entries whose last use is to be written.
         self._touched: set[int] = set()
+        self._will_touch = False
         self._at_end, self._is_open = ExitStack(), False
         # When the store is garbage, too, or the interpreter ends.
         self._end = weakref.finalize(self, self._at_end.close)
@@ -235,9 +236,10 @@ class ResponseStore:
         if found is None:
             return None
         number, entry = found
-        if not self._touched:
-            self._writing.submit(self._touch)
         self._touched.add(number)
+        if not self._will_touch:
+            self._will_touch = True
+            self._writing.submit(self._touch)
         return entry
 
     async def put(self, owner: bytes, response_id: str, entry: StoredResponse, client: Hashable = None) -> bool:
@@ -337,7 +339,7 @@ class ResponseStore:
         return self._writer.execute(f"DELETE FROM entries WHERE {NAMED}", (owner, name)).rowcount > 0
 
     def _touch(self) -> None:
-        now = time.time()
+        now, self._will_touch = time.time(), False
         used = [(now, self._touched.pop()) for _ in range(len(self._touched))]
         with self._writer as writer:
             writer.execute("BEGIN IMMEDIATE")

@@ -49,18 +49,19 @@ class _Spacing:
         self._sequence, self._interval, self._is_first = sequence, interval, True
         self._events, self._count = [], 0
 
-    def push(self, event: Event) -> Iterator[Piece]:
-        """Yields the piece that this event completes, if any. Raises the error that ended the request, if one did."""
-        if event.error is None:
-            self._events.append(event)
-            self._count += len(event.tokens)
-        is_last = event.finish_reason is not None or event.error is not None
+    def push(self, events: Sequence[Event]) -> Iterator[Piece]:
+        """Yields the piece that these events complete, if any. Raises the error that ended the request, if one did."""
+        end = events[-1]
+        fine = events if end.error is None else events[:-1]
+        self._events += fine
+        self._count += sum(len(event.tokens) for event in fine)
+        is_last = end.finish_reason is not None or end.error is not None
         if self._events and (self._is_first or is_last or self._count >= self._interval):
             first, *later = [self._take(e) for e in self._events]
             self._is_first, self._events, self._count = False, [], 0
             yield first.joined(*later) if later else first
-        if event.error is not None:
-            self._take(event)
+        if end.error is not None:
+            self._take(end)
 
     def _take(self, event: Event) -> Piece:
         self._sequence.take(event)
@@ -265,19 +266,20 @@ class Serving:
             async for _, piece in pieces:
                 yield piece
 
-    async def _events(self, sequence: TextSequence) -> AsyncGenerator[Event, None]:
-        events = self.engine.submit(sequence.request)
+    async def _events(self, sequence: TextSequence) -> AsyncGenerator[list[Event], None]:
+        batches = self.engine.submit_batched(sequence.request)
         current().submit(sequence)
         try:
-            async for event in events:
-                self.metrics.observe(event)
-                yield event
-                if event.error is not None:
+            async for events in batches:
+                for event in events:
+                    self.metrics.observe(event)
+                yield events
+                if events[-1].error is not None:
                     return
             self.metrics.finish(sequence)
         finally:
             self.metrics.forget(sequence)
-            await events.aclose()
+            await batches.aclose()
 
     async def run(self, sequences: Sequence[TextSequence]) -> None:
         """Runs all sequences to their ends."""
@@ -315,18 +317,18 @@ class Serving:
         spacings = {i: _Spacing(sequences[i], self.stream_interval) for i in places}
         if len(places) == 1:
             (i,) = places
-            async with contextlib.aclosing(self._events(sequences[i])) as events:
-                async for event in events:
-                    for piece in spacings[i].push(event):
+            async with contextlib.aclosing(self._events(sequences[i])) as batches:
+                async for events in batches:
+                    for piece in spacings[i].push(events):
                         yield i, piece
             return
         queue: asyncio.Queue = asyncio.Queue()
 
         async def feed(i: int) -> None:
             try:
-                async with contextlib.aclosing(self._events(sequences[i])) as events:
-                    async for event in events:
-                        queue.put_nowait((i, event))
+                async with contextlib.aclosing(self._events(sequences[i])) as batches:
+                    async for events in batches:
+                        queue.put_nowait((i, events))
                 queue.put_nowait((i, None))
             except Exception as e:
                 queue.put_nowait((i, e))

@@ -1,19 +1,20 @@
-"""A model runner without a model: each token follows from the tokens before, so that mixed-up slots show."""
+"""A runner without a model that checks its engine: each token follows from the tokens before, so that mixed-up slots
+show."""
 
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
 from dflash_jax.engine.config import BATCH_SIZES, EngineConfig, speculations_of
-from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
+from tools.mock_runner import FakeClock, MockCopies, MockRunner, Rounds
 
 VOCAB, END = 50, 0
 
@@ -43,25 +44,6 @@ class Slot:
     done: bool = True
 
 
-class MockCopies:
-    """Copies that wrap what they copy, and take no time. The host has memory if ``has_memory``."""
-
-    devices, has_memory = 1, True
-
-    def to_host(self, arrays):
-        assert arrays is not None
-        return HostArrays(arrays) if self.has_memory else None
-
-    def to_device(self, arrays):
-        assert isinstance(arrays, HostArrays)
-        return arrays.arrays
-
-
-@dataclass(eq=False)
-class HostArrays:
-    arrays: object
-
-
 class MockPages(MockCopies):
     """What pieces keep is a name, and has as many users as pieces keep it."""
 
@@ -84,11 +66,11 @@ class MockPages(MockCopies):
         return kept
 
 
-class MockRunner(MockCopies):
-    """Works behind a clock that moves when the host waits: a prefill chunk costs its size in microseconds, a round a
-    millisecond."""
+class CheckedRunner(MockRunner):
+    """A `MockRunner` that has caches, and asserts what the engine does with them: a prefill chunk costs its size in
+    microseconds, a round a millisecond, and yields any number of tokens."""
 
-    page_size, page_bytes, snapshot_bytes = 4, (40, 40), 10
+    page_size = 4
 
     def __init__(
         self,
@@ -99,10 +81,7 @@ class MockRunner(MockCopies):
         pages: tuple[int, int] | None = None,
         window: tuple[int, int] = (0, 0),
     ):
-        self.slots, self.capacity, self.shards, self.window = slots, capacity, shards, window
-        # As many as all slots need, and as many for prefixes.
-        self.pages = pages or (2 * slots // shards * -(-capacity // self.page_size), 0)
-        self.random, self.clock, self.busy_until, self.log = random.Random(seed), 0.0, 0.0, []
+        self.window, self.random, self.log = window, random.Random(seed), []
         # (prompts, tokens of each, batch size of a shard) of each prefill.
         self.calls = []
         self.fail, self.pause, self.ends = False, 0.0, True
@@ -111,9 +90,10 @@ class MockRunner(MockCopies):
         # Names of programs that may run; None: all.
         self.allowed = None
         self.failed = set()
-        self.reset()
+        times = {"clock": FakeClock(), "round_s": 1e-3, "prefill_s": 1e-6}
+        super().__init__(slots, capacity, shards=shards, pages=pages, **times)
 
-    def reset(self):
+    def _clear(self):
         self.rows = [Slot() for _ in range(self.slots)]
         # Of both kinds: what the pages have, and which page a slot has.
         self.contents = [[[None] * self.page_size for _ in range(count * self.shards)] for count in self.pages]
@@ -151,14 +131,6 @@ class MockRunner(MockCopies):
             is_behind = first <= position < row.known - last
             assert is_behind or token == row.tokens[position]
 
-    def shard(self, slot):
-        return slot * self.shards // self.slots
-
-    last_compile_s, mask_words, aligned = 0.0, 2, False
-
-    def largest_shard(self, slots):
-        return max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
-
     def has_failed(self, kind):
         return kind in self.failed
 
@@ -169,14 +141,6 @@ class MockRunner(MockCopies):
         return list(BATCH_SIZES)
 
     masked_batch_sizes = batch_sizes
-
-    def decode_sizes(self, masked, rounds):
-        kind = "masked" if masked else "decode"
-        sizes = {n: [spec for spec in rounds if spec.may_run(n) and self.can_run(kind, n, spec)] for n in BATCH_SIZES}
-        return {n: allowed for n, allowed in sizes.items() if allowed}
-
-    def is_compiled(self, batch_size, spec):
-        return True
 
     def admit(self, slot, request):
         self.log.append(("admit", slot, request))
@@ -200,7 +164,7 @@ class MockRunner(MockCopies):
             self.log.append(("prefill", slot, size))
             self.write(slot, row.prompt[row.known : row.known + n])
         self.calls.append((len(slots), size, batch))
-        return self.work(1e-6 * size * batch)
+        return super().prefill(slots, tokens, size, batch)
 
     def score(self, slot, tokens, size, media=None):
         """The log-probability of a token is the token."""
@@ -213,68 +177,58 @@ class MockRunner(MockCopies):
         self.wait(ticket)
         return ticket[1]
 
-    def work(self, seconds):
-        self.busy_until = max(self.busy_until, self.clock) + seconds
-        return self.busy_until
+    def decode(self, dispatch):
+        self.check(dispatch, "decode")
+        return super().decode(dispatch)
 
-    def wait(self, ticket):
-        if isinstance(ticket, HostArrays | list):
-            return
-        self.clock = max(self.clock, ticket[0] if isinstance(ticket, tuple) else ticket)
-
-    def decode(self, dispatch, masks=None):
+    def check(self, dispatch, kind):
         assert len(set(dispatch.slots)) == len(dispatch.slots)
         assert self.largest_shard(dispatch.slots) <= dispatch.batch_size
-        assert self.can_run("decode" if masks is None else "masked", dispatch.batch_size, dispatch.speculation)
+        assert self.can_run(kind, dispatch.batch_size, dispatch.speculation)
         self.log.append(("decode", dispatch))
-        tokens, yielded, done = [], [], []
-        for i, (slot, block_size) in enumerate(zip(dispatch.slots, dispatch.block_sizes, strict=True)):
-            row, rounds = self.rows[slot], []
-            before = len(row.tokens)
-            for _ in range(dispatch.rounds):
-                if row.done:
-                    break
-                # All but the last token must be in the caches.
-                assert self.cached(slot) == row.tokens[:-1]
-                self.assert_window(slot)
-                n = 0
-                for _ in range(self.random.randint(1, block_size)):
-                    row.tokens.append(next_token(row.tokens) if masks is None or masks[i] is None else masks[i])
-                    n += 1
-                    if len(row.tokens) - len(row.prompt) - 1 == self.no_token_behind:
-                        row.tokens[-1], row.done = NOTHING_ALLOWED, True
-                        break
-                    if (row.tokens[-1] == END and self.ends) or len(row.tokens) == row.limit:
-                        row.done = True
-                        break
-                self.write(slot, row.tokens[row.known : -1])
-                rounds.append(n)
-            tokens.append(row.tokens[before:])
-            yielded.append(rounds)
-            done.append(row.done)
-        return self.work(1e-3 * max((len(a) for a in yielded), default=0)), Outcome(tokens, yielded, done, None)
 
-    def decode_masked(self, dispatch, masks):
-        masks.ask(np.zeros((len(dispatch.slots), dispatch.speculation.block_size), int))
-        allowed, is_late = masks.answer(lambda: True)
-        # The lowest allowed token, where not all are.
-        lowest = [
-            None if (m == 2**32 - 1).all() else next(b for b in range(32) if int(m[0, 0]) >> b & 1) for m in allowed
-        ]
-        slots = [slot for slot, late in zip(dispatch.slots, is_late, strict=True) if not late]
-        sizes = [n for n, late in zip(dispatch.block_sizes, is_late, strict=True) if not late]
-        batch = replace(dispatch, slots=tuple(slots), block_sizes=tuple(sizes))
-        until, outcome = self.decode(batch, [n for n, late in zip(lowest, is_late, strict=True) if not late])
-        parts = iter(zip(outcome.tokens, outcome.yielded, outcome.done, strict=True))
-        tokens, yielded, done = zip(*(([], [], True) if late else next(parts) for late in is_late), strict=True)
-        return until, Outcome(list(tokens), list(yielded), list(done), None)
+    def rounds(self, slot, block_size, rounds, forced=None):
+        """With ``forced``, it is all tokens."""
+        row, yielded = self.rows[slot], []
+        before = len(row.tokens)
+        for _ in range(rounds):
+            if row.done:
+                break
+            # All but the last token must be in the caches.
+            assert self.cached(slot) == row.tokens[:-1]
+            self.assert_window(slot)
+            n = 0
+            for _ in range(self.random.randint(1, block_size)):
+                row.tokens.append(next_token(row.tokens) if forced is None else forced)
+                n += 1
+                if len(row.tokens) - len(row.prompt) - 1 == self.no_token_behind:
+                    row.tokens[-1], row.done = NOTHING_ALLOWED, True
+                    break
+                if (row.tokens[-1] == END and self.ends) or len(row.tokens) == row.limit:
+                    row.done = True
+                    break
+            self.write(slot, row.tokens[row.known : -1])
+            yielded.append(n)
+        return Rounds(row.tokens[before:], yielded, row.done)
+
+    def propose(self, dispatch):
+        self.check(dispatch, "masked")
+        return np.zeros((len(dispatch.slots), dispatch.speculation.block_size), int)
+
+    def drawn(self, dispatch, blocks, allowed, is_late):
+        """The lowest allowed token, where not all are."""
+        results = []
+        for slot, size, masks, late in zip(dispatch.slots, dispatch.block_sizes, allowed, is_late, strict=True):
+            is_free = (masks == 2**32 - 1).all()
+            lowest = None if is_free else next(b for b in range(32) if int(masks[0, 0]) >> b & 1)
+            results.append(Rounds([], [], True) if late else self.rounds(slot, size, 1, lowest))
+        return results
 
     def read(self, ticket, logprobs):
         if self.fail:
             raise RuntimeError("out of memory")
         time.sleep(self.pause)
-        self.wait(ticket[0])
-        return ticket[1]
+        return super().read(ticket, logprobs)
 
     def save(self, pages, is_windowed):
         return [tuple(self.contents[is_windowed][page]) for page in pages]
@@ -294,9 +248,6 @@ class MockRunner(MockCopies):
         self.log.append(("restore", slot, length))
         assert self.cached(slot) == row.prompt[:length]
 
-    def bytes(self, tree):
-        return self.snapshot_bytes
-
 
 def request(prompt, new: int = 10, **options) -> Request:
     return Request(list(prompt), SamplingParams(max_tokens=new, temperature=0.0), (END,), **options)
@@ -311,14 +262,14 @@ def engine(
     window: tuple[int, int] = (0, 0),
     **options,
 ) -> Engine:
-    """An engine on a `MockRunner`; ``pages``: of both kinds, or of the first."""
+    """An engine on a `CheckedRunner`; ``pages``: of both kinds, or of the first."""
     pages = (pages, 0) if isinstance(pages, int) else pages
     options = {
         "speculations": speculations_of((8, 16)),
         "prefill_sizes": (4, 16),
         "max_num_batched_tokens": 64,
     } | options
-    return Engine(MockRunner(slots, capacity, seed, shards, pages, window), EngineConfig(**options))
+    return Engine(CheckedRunner(slots, capacity, seed, shards, pages, window), EngineConfig(**options))
 
 
 def run(engine: Engine, most: int = 10_000) -> list:

@@ -365,6 +365,16 @@ def test_rounds_without_the_prompt_do_not_count_for_a_drafter():
     assert policy.drafters[0].odds[0] < before[0]
 
 
+def test_sequences_of_a_dispatch_are_measured_alike_in_any_order():
+    found = []
+    for order in ((0, 1), (1, 0)):
+        policy, sequences = DraftLengthPolicy(speculations_of((8,))), [Acceptances(), Acceptances()]
+        for i in order:
+            policy.observe_rounds(sequences[i], ([8, 8, 8], [1, 2])[i], 8, 0)
+        found.append(sequences)
+    assert found[0] == found[1]
+
+
 # Drafts further ahead are accepted less.
 FALLING = [0.92, 0.87, 0.8, 0.6, 0.5, *[0.3] * 10]
 FLAT = ACCELERATOR | {Speculation(4): 0.0023}

@@ -26,7 +26,7 @@ from dflash_jax.sampling_params import SamplingParams
 from tests import tiny
 from tests.engine import mock_runner
 from tests.engine.load import CAPACITY, engine_for
-from tests.engine.mock_runner import MockRunner
+from tests.engine.mock_runner import CheckedRunner
 from tests.helpers import extend, logits
 from tools.equality import equal_or_tie
 from tools.token_runs import Remembering
@@ -234,7 +234,7 @@ def test_no_cut_divides_an_image():
 
 
 def test_a_request_waits_for_the_program_of_images_and_others_do_not():
-    runner = MockRunner(4)
+    runner = CheckedRunner(4)
     runner.allowed = {("prefill", 1, 16, True), ("decode", 1, Speculation(1))}
     engine = Engine(runner, EngineConfig(prefill_sizes=(16,)))
     prompt, media = prompt_with([3, (2, 2), 3], 0, hidden=1)
@@ -251,7 +251,7 @@ def test_a_request_waits_for_the_program_of_images_and_others_do_not():
 
 
 def test_scores_behind_an_image_wait_for_a_program_of_their_own():
-    runner = MockRunner(4)
+    runner = CheckedRunner(4)
     runner.allowed = {("prefill", 1, 16, True), ("media", 16, True), ("decode", 1, Speculation(1)), ("score",)}
     engine = Engine(runner, EngineConfig(prefill_sizes=(16,)))
     prompt, media = prompt_with([3, (2, 2), 3], 0, hidden=1)
@@ -263,7 +263,7 @@ def test_scores_behind_an_image_wait_for_a_program_of_their_own():
 
 
 def test_a_request_whose_program_cannot_be_compiled_ends_with_an_error():
-    runner = MockRunner(4)
+    runner = CheckedRunner(4)
     runner.allowed, runner.failed = {("prefill", 1, 16, True), ("decode", 1, Speculation(1))}, {"media"}
     engine = Engine(runner, EngineConfig(prefill_sizes=(16,)))
     prompt, media = prompt_with([3, (2, 2), 3], 0, hidden=1)
@@ -276,7 +276,7 @@ def test_a_request_whose_program_cannot_be_compiled_ends_with_an_error():
 
 
 def test_a_text_with_the_same_beginning_does_not_wait_for_the_program_of_images():
-    runner = MockRunner(4)
+    runner = CheckedRunner(4)
     runner.allowed = {("prefill", 1, 16, True), ("decode", 1, Speculation(1)), ("prefix",)}
     spacing = {"cut_spacing": (4, 8), "markers": frozenset([1])}
     engine = Engine(runner, EngineConfig(prefill_sizes=(16,), prefix_bytes=10**6, **spacing))

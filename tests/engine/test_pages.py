@@ -17,7 +17,7 @@ from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops import cache
 from tests import tiny
 from tests.engine.load import CAPACITY, alone, engine_for, some_requests, under_load
-from tests.engine.mock_runner import MockRunner, engine, expected, request, run
+from tests.engine.mock_runner import CheckedRunner, engine, expected, request, run
 from tools.token_runs import Remembering
 
 PAGE = 4
@@ -209,7 +209,7 @@ def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_
 
 def test_the_host_keeps_as_many_pages_as_may_swap():
     """The third request has no room there beside the second."""
-    swapped, page = [], MockRunner.page_bytes[0]
+    swapped, page = [], CheckedRunner.page_bytes[0]
     # A copy of two to eight pages takes eight.
     loaded = engine(3, 64, pages=17, swap_bytes=8 * page)
     requests = [request(range(2 + i, 18 + i), 44) for i in range(3)]

@@ -9,7 +9,7 @@ from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
-from tests.engine.mock_runner import END, MockRunner, Slot, run
+from tests.engine.mock_runner import END, CheckedRunner, Slot, run
 
 GB = 10**9
 MARKER, TURNS = 1, 40
@@ -38,7 +38,7 @@ PAGE = 256
 CUTS = EngineConfig().cut_spacing
 
 
-class SizedRunner(MockRunner):
+class SizedRunner(CheckedRunner):
     """Computes nothing: each slot has a number of tokens."""
 
     page_size = PAGE
@@ -51,7 +51,7 @@ class SizedRunner(MockRunner):
         most = 8 * 530
         self.pages = most + 4_250_000_000 // self.page_bytes[0], 8 * 20 + 4_250_000_000 // self.page_bytes[1]
 
-    def reset(self):
+    def _clear(self):
         self.rows, self.tables = [Slot() for _ in range(self.slots)], None
 
     def set_tables(self, *tables):

@@ -343,7 +343,7 @@ def test_the_longest_prefix_is_used_wherever_an_earlier_prompt_ended():
     prompt = [1, *(rng.randrange(3, VOCAB) for _ in range(1500))]
     for aligned, cached in ((False, len(prompt) - 1), (True, 1024)):
         e = engine(prefix_bytes=10**7, markers=frozenset([1]))
-        e.runner.aligned, e.runner.settings = aligned, Settings(8)
+        e.runner.settings = Settings(8, aligned)
         for text in (prompt, [*prompt, *range(3, 40)], prompt[:1200]):
             e.submit(r := request(text, 5))
             run(e)
@@ -360,7 +360,7 @@ def test_the_next_turn_prefills_what_is_new_where_the_thoughts_of_the_last_one_a
         return [marker, *(rng.randrange(4, VOCAB) for _ in range(length))]
 
     e = engine(capacity=8192, prefix_bytes=10**8, markers=frozenset([marker]), cut_spacing=(16, 256))
-    e.runner.aligned, e.runner.settings = aligned, Settings(8)
+    e.runner.settings = Settings(8, aligned)
     text = [*message(300), *message(40)]
     for _ in range(20):
         e.submit(r := request([*text, *header, *thinks], 5))
@@ -407,7 +407,7 @@ def test_prompts_with_a_long_beginning_in_common_hit_it_from_the_third_on():
 def test_a_prompt_gets_no_cut_of_its_own_in_the_reproducible_mode():
     rng = random.Random(3)
     e = engine(prefix_bytes=10**7, markers=frozenset([1]), prefill_sizes=(4, 100), max_num_batched_tokens=100)
-    e.runner.aligned, e.runner.settings = True, Settings(8)
+    e.runner.settings = Settings(8, aligned=True)
     examples = [1, *(rng.randrange(3, VOCAB) for _ in range(900))]
     chunks = []
     for last in range(4, 9):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dflash_jax.engine import service
 from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.service import AsyncEngine
@@ -51,6 +52,45 @@ def test_300_concurrent_requests_each_get_their_tokens():
             wanted = [request([1 + i % 40, 2 + i % 7], 20) for i in range(300)]
             found = await asyncio.gather(*(collect(running, r) for r in wanted))
             assert found == [expected(r.prompt, 20) for r in wanted]
+
+    run(main())
+
+
+async def take(batches, tokens: list[int]) -> None:
+    """Adds the tokens of all that is left."""
+    async for events in batches:
+        tokens += [t for event in events for t in event.tokens]
+
+
+def test_a_slow_consumer_gets_what_has_come_since_at_once(monkeypatch):
+    monkeypatch.setattr(service, "MOST_EVENTS", 8)
+
+    async def main():
+        async with AsyncEngine(engine(slots=1)) as running:
+            running.engine.runner.ends = False
+            batches = running.submit_batched(request([7], 3000))
+            found = [await anext(batches)]
+            while running.open_requests:
+                await asyncio.sleep(0)
+            found += [events async for events in batches]
+            assert max(map(len, found)) == 8
+            assert [t for events in found for event in events for t in event.tokens] == text([7], 3000)
+
+    run(main())
+
+
+def test_an_error_comes_after_the_events_before_it():
+    async def main():
+        running = AsyncEngine(slow(slots=1)).start()
+        batches = running.submit_batched(request([7], ENDLESS))
+        first, wanted = await anext(batches), running.engine._scheduler.requests[0]
+        while len(wanted.tokens) < 100:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(running.stop)
+        tokens = [t for event in first for t in event.tokens]
+        with pytest.raises(UnavailableError, match="stopped"):
+            await take(batches, tokens)
+        assert tokens == wanted.tokens
 
     run(main())
 

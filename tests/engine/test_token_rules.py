@@ -145,10 +145,8 @@ def test_a_mask_that_is_over_leaves_its_request_and_the_next_dispatch_has_many_r
     e = engine(slots=1)
     e.runner.ends = False
     e.submit(r := request([9, 9], 60, mask=TokenRules(Rules(min_tokens=4, stop_ids=(0,)), 64), block_size=1))
-    dispatches = []
-    decode = e.runner.decode
-    e.runner.decode = lambda dispatch, *rest: dispatches.append(dispatch.rounds) or decode(dispatch, *rest)
     run(e)
+    dispatches = [entry[1].rounds for entry in e.runner.log if entry[0] == "decode"]
     assert len(r.tokens) == 60
     assert r.mask is None
     assert dispatches[:4] == [1] * 4

@@ -65,15 +65,21 @@ def test_an_idle_client_saves_nothing_up():
 
 def test_accounts_of_idle_clients_are_bounded_and_the_oldest_go_first():
     turns = Turns()
+    turns.begin("busy")
     for i in range(KEPT_ACCOUNTS + 10):
         turns.begin(i)
         turns.spend(i, 5)
         turns.end(i)
-    assert len(turns._served) == KEPT_ACCOUNTS
+    assert len(turns._served) == KEPT_ACCOUNTS + 1
     turns.begin(KEPT_ACCOUNTS + 9)
     assert turns.served(KEPT_ACCOUNTS + 9) == 5
     turns.begin(0)
-    assert turns.served(0) == 5  # the least of those active
+    assert turns.served(0) == 0
+    for client in ("busy", 0, KEPT_ACCOUNTS + 9):
+        turns.end(client)
+    # When all are idle, all are equal again.
+    turns.begin(KEPT_ACCOUNTS + 9)
+    assert turns.served(KEPT_ACCOUNTS + 9) == 0
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
@@ -95,7 +101,7 @@ def test_a_prompt_of_a_second_client_is_prefilled_after_one_chunk_of_the_first()
         e.step()
     ones = [request(range(20 + i, 31 + i), 3, client="b") for i in range(2)]
     submit(e, *ones)
-    for n in (1, 1, 2):
+    for n in (0, 1, 1, 2):
         e.step()
         assert sum(r.prefilled > 0 for r in ones) == n
     run(e)
@@ -143,7 +149,7 @@ def test_a_full_queue_has_room_for_each_clients_share():
     with pytest.raises(QueueFullError, match=r"6 requests are waiting: 6 may"):
         e.submit(request([1, 2], client="a"))
     submit(e, *(request([1, 2], client="b") for _ in range(4)))
-    with pytest.raises(QueueFullError, match=r"10 requests are waiting, 4 requests of this client: 6 may"):
+    with pytest.raises(QueueFullError, match=r"10 requests .*: 6 may; this client has 4 of 12, and its share is 4"):
         e.submit(request([1, 2], client="b"))
     submit(
         e, *(request([1, 2], client="c") for _ in range(2)), request([1, 2], client="d"), request([1, 2], client="d")
@@ -153,9 +159,83 @@ def test_a_full_queue_has_room_for_each_clients_share():
     run(e)
 
 
+# What these continue does not end before 239 tokens.
+LONG = [[i + 1, 7] for i in (2, 12, 13, 14, 16)]
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_no_slot_is_given_up_that_would_go_back_to_its_request(is_trusted, monkeypatch):
+    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    e = engine(slots=4, recomputes_exactly=True, trusts_priority=is_trusted)
+    if is_trusted:
+        late = request(LONG[4], 10, client="b", priority=5)
+    else:
+        # A client that was served more than the other.
+        first = request([1, 2], 3, client="b")
+        submit(e, request(LONG[4], 239, client="c"), first)
+        e._turns.spend("b", 10_000)
+        while first.finish_reason is None:
+            e.step()
+        late = request(LONG[4], 10, client="b")
+    many = [request(prompt, 239, client="a") for prompt in LONG[: 4 if is_trusted else 3]]
+    submit(e, *many)
+    for _ in range(3):
+        e.step()
+    e.submit(late)
+    for _ in range(4):
+        e.step()
+    assert any(r.finish_reason is None for r in many)
+    assert e.statistics.preemptions == 0
+    run(e)
+    assert all(r.tokens == expected(r.prompt, r.params.max_tokens) for r in (*many, late))
+
+
+def test_no_slot_is_given_up_for_a_prompt_whose_pages_do_not_fit(monkeypatch):
+    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    e = engine(slots=4, recomputes_exactly=True, pages=280)
+    many = [request(prompt, 239, client="a") for prompt in LONG[:4]]
+    submit(e, *many)
+    for _ in range(3):
+        e.step()
+    e.submit(request(range(1, 1100), 3, client="b"))
+    for _ in range(3):
+        e.step()
+    assert any(r.finish_reason is None for r in many)
+    assert e.statistics.preemptions == 0
+    run(e)
+
+
+def test_a_stream_of_new_clients_does_not_keep_a_long_prompt_out():
+    e = engine(slots=8, max_num_batched_tokens=16)
+    long = request(range(1, 200), 3, client="a")
+    e.submit(long)
+    for i in range(60):
+        e.submit(request(range(1 + i, 16 + i), 1, client=i))
+        e.step()
+    # An eighth of the chunks, as many as there are slots.
+    assert long.prefilled >= 16 * 60 / 8 - 16
+    run(e)
+
+
+def test_a_step_of_many_chunks_gives_them_by_turns():
+    e = engine(slots=8, max_num_batched_tokens=64, trusts_priority=False)
+    many = [request(range(i, 150 + i), 3, client="a") for i in range(1, 7)]
+    one = request(range(30, 180), 3, client="b")
+    submit(e, *many, one)
+    e.step()
+    assert one.prefilled == 32
+    run(e)
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2), st.integers(1, 9)), max_size=40), st.integers(0, 9))
 def test_every_request_ends_whatever_clients_send_and_abort(sent, seed):
     rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+        check_ends(sent, seed, rng)
+
+
+def check_ends(sent, seed: int, rng: random.Random) -> None:
     e = engine(slots=2, recomputes_exactly=True, trusts_priority=bool(seed % 2), pages=12)
     requests = [request(range(1, 1 + 3 * n), n, client=client, priority=priority) for client, priority, n in sent]
     for r in requests:

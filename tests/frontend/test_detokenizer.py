@@ -217,6 +217,31 @@ def test_pieces_of_any_tokens_give_the_whole_text(made, data, kind, skip):
     check_pieces(tokenizer, fast, ids, [b - a for a, b in pairwise([0, *cuts, len(ids)])], skip)
 
 
+@pytest.mark.parametrize("kind", [*DECODERS, "bundled"])
+def test_each_of_several_tokens_has_the_place_that_it_has_alone(made, kind):
+    tokenizer, fast = made[kind]
+    rng, size = np.random.default_rng(1), fast.get_vocab_size()
+    plain = [i for i in range(size) if tokenizer.token_bytes(i).isascii()]
+    for _ in range(500):
+        # Runs of ASCII, after tokens of any bytes, which may begin a character.
+        ids = np.where(rng.random(24) < 0.8, rng.choice(plain, 24), rng.integers(0, size, 24)).tolist()
+        options = {"skip_special_tokens": bool(rng.integers(2))}
+        text, at = tokenizer.decode(ids, **options), int(rng.integers(24))
+        options["stops"] = [text[at : at + 2]] if text[at : at + 2] and rng.random() < 0.5 else []
+        together, alone = Detokenizer(tokenizer, **options), Detokenizer(tokenizer, **options)
+        for first in range(0, 24, 4):
+            starts, ends = [], []
+            for token in ids[first : first + 4]:
+                starts.append(alone.push(token))
+                ends.append(len(alone.text))
+                if alone.stopped:
+                    break
+            assert together.push_each(ids[first : first + 4]) == (starts, ends)
+            assert (together.text, together.end, together.stopped) == (alone.text, alone.end, alone.stopped)
+            if alone.stopped:
+                break
+
+
 def test_replacement_characters_that_are_text_lose_nothing(tokenizer):
     text = "\ufffd" * 5 + "漢字"
     assert feed(Detokenizer(tokenizer), tokenizer.encode(text))[-1] == text

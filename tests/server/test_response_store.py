@@ -104,10 +104,14 @@ def test_a_temporary_file_is_private_and_ends_with_its_store(ends):
     assert wait_until(lambda: not os.path.exists(folder))
 
 
-def test_a_server_without_a_temporary_directory_says_which_option_helps(monkeypatch):
+def test_without_a_temporary_directory_only_what_is_stored_fails(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
-    with pytest.raises(InputError, match=r"--response-store-path \(a temporary file\): No such file"):
-        ResponseStore()
+    store = ResponseStore()
+    assert run(store.get(b"k", "a")) is None
+    with pytest.raises(ApiError, match=r"No such file.*store: false") as caught:
+        run(store.put(b"k", "a", ENTRY))
+    assert caught.value.status_code == 500
+    store.close()
     nothing = ResponseStore(0)
     assert not run(nothing.put(b"k", "a", ENTRY))
     assert run(nothing.get(b"k", "a")) is None
@@ -115,7 +119,10 @@ def test_a_server_without_a_temporary_directory_says_which_option_helps(monkeypa
 
 
 def test_a_temporary_file_ends_with_the_interpreter(tmp_path):
-    code = "from dflash_jax.server.response_store import ResponseStore; store = ResponseStore(); print(store.folder)"
+    code = "import asyncio; from dflash_jax.server.response_store import ResponseStore, StoredResponse\n"
+    code += (
+        "store = ResponseStore()\nasyncio.run(store.put(b'k', 'a', StoredResponse(b'x', b'y')))\nprint(store.folder)"
+    )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     folder = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     assert folder.startswith(f"{tmp_path}/")
@@ -127,6 +134,7 @@ def test_a_temporary_file_ends_with_a_server_that_a_signal_ends_at_once(monkeypa
         raise SystemExit(code)
 
     store = ResponseStore()
+    run(store.put(b"k", "a", ENTRY))
     serving = SimpleNamespace(response_store=store, is_draining=False, is_ready=False)
     runner = launch.Runner(uvicorn.Config(None), serving, 1.0)
     monkeypatch.setattr(os, "_exit", end)

@@ -1,0 +1,301 @@
+"""A model runner without a model, whose device is a clock: the engine on it shows what the host costs and decides."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dflash_jax.decoding.sampling import NOTHING_ALLOWED
+from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
+from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.request import Request
+
+# Tokens after which texts repeat: a prime, so that no block size divides it.
+PERIOD = 4093
+# The part of a round with masks that proposes.
+PROPOSING = 0.2
+
+
+class Clock(Protocol):
+    """The time of a mock device, in seconds."""
+
+    def now(self) -> float:
+        """The time."""
+        ...
+
+    def wait_until(self, moment: float) -> None:
+        """Returns when it is ``moment``."""
+
+    def has_come(self, moment: float) -> bool:
+        """Whether it is ``moment`` yet."""
+        ...
+
+
+class WallClock:
+    """The time that passes."""
+
+    now = staticmethod(time.perf_counter)
+
+    def wait_until(self, moment: float) -> None:
+        """See `Clock`."""
+        if (left := moment - self.now()) > 0:
+            time.sleep(left)
+
+    def has_come(self, moment: float) -> bool:
+        """See `Clock`."""
+        return self.now() >= moment
+
+
+class FakeClock:
+    """A time that passes only while the host waits."""
+
+    def __init__(self):
+        self._now = 0.0
+
+    def now(self) -> float:
+        """See `Clock`."""
+        return self._now
+
+    def wait_until(self, moment: float) -> None:
+        """See `Clock`."""
+        self._now = max(self._now, moment)
+
+    def has_come(self, moment: float) -> bool:
+        """See `Clock`: a host that asks has waited."""
+        self.wait_until(moment)
+        return True
+
+
+class Rounds(NamedTuple):
+    """What the rounds of a dispatch bring to one slot, as in `Outcome`."""
+
+    tokens: list[int]
+    yielded: list[int]
+    done: bool
+
+
+@dataclass(eq=False)
+class HostArrays:
+    """A copy on the host of what it wraps."""
+
+    arrays: object
+
+
+class MockCopies:
+    """Copies that wrap what they copy, and take no time. The host has memory if ``has_memory``."""
+
+    devices, has_memory = 1, True
+
+    def to_host(self, arrays: Any) -> HostArrays | None:
+        """See `ModelRunner.to_host`."""
+        assert arrays is not None
+        return HostArrays(arrays) if self.has_memory else None
+
+    def to_device(self, arrays: Any) -> Any:
+        """See `ModelRunner.to_device`."""
+        assert isinstance(arrays, HostArrays)
+        return arrays.arrays
+
+
+@dataclass
+class Row:
+    """A slot: the seed of its text, how many tokens of it there are and may be, and what ends it."""
+
+    seed: int = 0
+    known: int = 0
+    most: int = 0
+    stops: Sequence[int] = ()
+
+
+class MockRunner(MockCopies, ModelRunner):
+    """A `ModelRunner` whose device takes fixed times and computes nothing.
+
+    Work is queued as on a device: it starts when what was started before it is done, or at once.
+
+    Args:
+        slots: Slots, a multiple of ``shards``.
+        capacity: Positions of each slot.
+        shards: Data shards.
+        pages: Pages of a data shard, in caches that keep all positions and in those with a window; None: of the former
+            as many as all slots need, and as many for prefixes.
+        clock: The device's time.
+        round_s: Seconds of a round.
+        tokens: Tokens that a round yields where its block has as many.
+        prefill_s: Seconds of a token of a prefill chunk, padding included.
+        vocabulary: Token ids that texts have.
+        vocab_size: Tokens that masks are over.
+
+    Attributes:
+        gaps: Seconds that the device had nothing to do, before each piece of work that was started.
+    """
+
+    page_bytes: tuple[int, int] = (40, 40)
+    window: tuple[int, int] = (0, 0)
+    pages: tuple[int, int] = (0, 0)
+    snapshot_bytes = 10
+
+    def __init__(
+        self,
+        slots: int,
+        capacity: int = 4096,
+        *,
+        shards: int = 1,
+        pages: tuple[int, int] | None = None,
+        clock: Clock | None = None,
+        round_s: float = 0.006,
+        tokens: int = 4,
+        prefill_s: float = 5e-6,
+        vocabulary: Sequence[int] = range(1, 64),
+        vocab_size: int = 64,
+    ):
+        self.time, self.round_s, self.prefill_s, self.tokens = clock or WallClock(), round_s, prefill_s, tokens
+        self.gaps: list[float] = []
+        self._busy_until = 0.0
+        self._text = Random(0).choices(vocabulary, k=PERIOD) * 2
+        programs: Any = SimpleNamespace(
+            data=shards,
+            pair=(None, "drafter"),
+            compile_s=0.0,
+            last_compile_s=0.0,
+            config=SimpleNamespace(vocab_size=vocab_size),
+        )
+        self.capacity = capacity
+        self.pages = pages or (2 * slots // shards * -(-capacity // self.page_size), 0)
+        super().__init__(programs, slots, capacity, Settings())
+
+    def _clear(self) -> None:
+        self.rows = [Row() for _ in range(self.slots)]
+
+    @property
+    def clock(self) -> float:
+        """See `ModelRunner`."""
+        return self.time.now()
+
+    def text(self, seed: int, first: int, count: int) -> list[int]:
+        """Tokens of the text of a seed, from number ``first`` on; at most `PERIOD`."""
+        first = (31 * seed + first) % PERIOD
+        return self._text[first : first + count]
+
+    def work(self, seconds: float) -> float:
+        """Queues work on the device: when it is done, which is its ticket."""
+        now = self.clock
+        self.gaps.append(max(0.0, now - self._busy_until))
+        self._busy_until = max(self._busy_until, now) + seconds
+        return self._busy_until
+
+    def wait(self, ticket: Any) -> None:
+        """See `ModelRunner.wait`."""
+        # Copies take no time.
+        if isinstance(ticket, float):
+            self.time.wait_until(ticket)
+
+    def is_compiled(self, batch_size, speculation) -> bool:
+        """See `ModelRunner.is_compiled`."""
+        return True
+
+    def set_tables(self, table: np.ndarray, windowed: np.ndarray) -> None:
+        """See `ModelRunner.set_tables`."""
+
+    def admit(self, slot: int, request: Request) -> None:
+        """See `ModelRunner.admit`."""
+        self.rows[slot] = Row(
+            request.params.seed or 0, request.resumed, request.need - len(request.prompt), request.stops
+        )
+
+    def prefill(self, slots, tokens, size, batch=1, drafting=True, media=None) -> Any:
+        """See `ModelRunner.prefill`."""
+        return self.work(self.prefill_s * size * batch)
+
+    def decode(self, dispatch: Dispatch) -> Any:
+        """See `ModelRunner.decode`."""
+        slots = zip(dispatch.slots, dispatch.block_sizes, strict=True)
+        return self._started([self.rounds(slot, size, dispatch.rounds) for slot, size in slots])
+
+    def _started(self, results: list[Rounds]) -> tuple[float, Outcome]:
+        tokens, yielded, done = (list(values) for values in zip(*results, strict=True))
+        return self.work(self.round_s * max(map(len, yielded))), Outcome(tokens, yielded, done, None)
+
+    def rounds(self, slot: int, block_size: int, rounds: int) -> Rounds:
+        """Runs rounds of a slot."""
+        row, size = self.rows[slot], min(block_size, self.tokens)
+        count = min(size * rounds, row.most - row.known)
+        tokens = self.text(row.seed, row.known, count)
+        row.known += count
+        full, rest = divmod(count, size)
+        return Rounds(tokens, [size] * full + [rest] * (rest > 0), row.known == row.most)
+
+    def decode_masked(self, dispatch: Dispatch, masks: RoundMasks) -> Any:
+        """See `ModelRunner.decode_masked`."""
+        self.wait(self.work(PROPOSING * self.round_s))
+        blocks = masks.ask(self.propose(dispatch))
+        verified = self.work((1 - PROPOSING) * self.round_s)
+        allowed, is_late = masks.answer(lambda: self.time.has_come(verified))
+        tokens, yielded, done = (list(v) for v in zip(*self.drawn(dispatch, blocks, allowed, is_late), strict=True))
+        return self.work(0.0), Outcome(tokens, yielded, done, None)
+
+    def propose(self, dispatch: Dispatch) -> np.ndarray:
+        """See `ModelRunner.propose`: the drafts are the slots' texts."""
+        size, rows = dispatch.speculation.block_size, [self.rows[slot] for slot in dispatch.slots]
+        # The last known token is not looked at.
+        return np.array([[0, *self.text(row.seed, row.known, size - 1)] for row in rows], np.int32)
+
+    def drawn(self, dispatch: Dispatch, blocks: np.ndarray, allowed: np.ndarray, is_late: np.ndarray) -> list[Rounds]:
+        """Draws the tokens of a round: the drafts that are allowed, up to the lowest allowed token in place of another.
+
+        Args:
+            dispatch: The round.
+            blocks: int32 [slots, block], what was verified.
+            allowed: Packed masks uint32 [slots, block, words].
+            is_late: bool [slots], slots that skip the round.
+        """
+        rows = [self.rows[slot] for slot in dispatch.slots]
+        own = [self.text(row.seed, row.known + blocks.shape[1] - 1, 1) for row in rows]
+        drafts = np.concatenate([blocks[:, 1:], np.array(own, blocks.dtype)], 1)
+        words = np.take_along_axis(allowed, np.maximum(drafts, 0)[..., None] >> 5, 2)[..., 0]
+        is_allowed = (words >> (drafts & 31).astype(np.uint32) & 1 == 1) & (drafts >= 0)
+        results = []
+        for row, block_size, masks, draft, good, late in zip(
+            rows, dispatch.block_sizes, allowed, drafts.tolist(), is_allowed, is_late, strict=True
+        ):
+            most = min(block_size, self.tokens, row.most - row.known)
+            if late or not most:
+                results.append(Rounds([], [], not most))
+                continue
+            count = most if good[:most].all() else int(good.argmin())
+            tokens = draft[:count]
+            if count < most:
+                bits = np.unpackbits(masks[count].view(np.uint8), bitorder="little")
+                tokens.append(int(bits.argmax()) if bits.any() else NOTHING_ALLOWED)
+            row.known += len(tokens)
+            done = row.known >= row.most or tokens[-1] in (NOTHING_ALLOWED, *row.stops)
+            results.append(Rounds(tokens, [len(tokens)], done))
+        return results
+
+    def read(self, ticket: Any, logprobs: bool) -> Outcome:
+        """See `ModelRunner.read`; there are no log-probabilities."""
+        until, outcome = ticket
+        self.wait(until)
+        return outcome
+
+    def save(self, pages: Sequence[int], is_windowed: bool) -> list:
+        """See `ModelRunner.save`."""
+        return list(pages)
+
+    def load(self, pages: Sequence[int], segments: list, is_windowed: bool) -> None:
+        """See `ModelRunner.load`."""
+
+    def snapshot(self, slot: int) -> Any:
+        """See `ModelRunner.snapshot`."""
+        return slot
+
+    def restore(self, slot: int, length: int, snapshot: Any) -> None:
+        """See `ModelRunner.restore`."""
+
+    def bytes(self, tree: Any) -> int:
+        """See `ModelRunner.bytes`: of a snapshot."""
+        return self.snapshot_bytes
