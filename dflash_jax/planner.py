@@ -51,7 +51,7 @@ class Slot:
         return self.target_kv + self.draft_kv
 
     def read(self, context: int, drafts: bool) -> float:
-        """Bytes of keys and values that a round, or a plain step, reads behind ``context`` tokens."""
+        """Bytes of keys and values that a round, or a plain step, reads after ``context`` tokens."""
         if not drafts:
             return self.target_kv * context
         return self.kv * context + min(self.windowed, self.windowed_kv * context)

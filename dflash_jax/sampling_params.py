@@ -115,7 +115,7 @@ class SamplingParams:
         logit_bias: Token id → value added to its logit.
         seed: The same seed gives the same text, with or without a drafter, alone or in a batch; None takes a random
             one.
-        max_tokens: New tokens, at most; None is as many as fit behind the prompt.
+        max_tokens: New tokens, at most; None is as many as fit after the prompt.
         stop: Strings that end the text, and are not part of it.
         stop_regex: Regular expressions (RE2's) whose matches end the text. Matches of at most 256 characters are
             found; their last 64 characters are not part of the text.

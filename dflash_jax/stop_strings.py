@@ -21,7 +21,7 @@ class Stop:
 
     Attributes:
         start: Index of its first character.
-        end: Index behind its last character.
+        end: Index after its last character.
         matched: The stop string, or the expression.
     """
 
@@ -154,7 +154,7 @@ class StopFinder:
 
 
 def _earliest(compiled: Any, text: str, at: int, start: int) -> tuple[int, int] | None:
-    """(start, end) of the match with the earliest end behind ``at`` that begins at ``start`` or later."""
+    """(start, end) of the match with the earliest end after ``at`` that begins at ``start`` or later."""
     if compiled.search(text, start) is None:
         return None
     # Bisects for the shortest text with a match. The text before ``at`` has none.

@@ -38,7 +38,7 @@ class Answer:
 
     @property
     def between_s(self) -> float | None:
-        """Mean seconds between tokens behind the first event; None without such tokens."""
+        """Mean seconds between tokens after the first event; None without such tokens."""
         later = self.tokens - (self.times[0][1] if self.times else self.tokens)
         return (self.seconds - self.first_token_s) / later if later > 0 else None
 

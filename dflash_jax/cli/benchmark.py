@@ -67,7 +67,7 @@ def method(text: str) -> Method:
     draft, block = "mtp" if text.startswith("mtp ") else None, block_size(text.removeprefix("mtp "))
     largest = MtpConfig.block_size
     if draft and block != "auto" and not 1 <= block <= largest:
-        # Now, and not behind the methods before it.
+        # Now, and not after the methods before it.
         raise argparse.ArgumentTypeError(
             f"{text!r}: an MTP head drafts at most {largest - 1} tokens: give 'mtp 1' to 'mtp {largest}', or 'mtp auto'"
         )

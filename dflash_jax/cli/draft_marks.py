@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DraftMarks:
-    """What stands before and behind drafted text.
+    """What stands before and after drafted text.
 
     Attributes:
         start: Before.

@@ -117,7 +117,7 @@ def tell(line: str) -> None:
 
 
 def write_piece(llm, piece, show_drafts: bool) -> None:
-    """Writes a piece of text to stdout, and the end of the line behind the last one."""
+    """Writes a piece of text to stdout, and the end of the line after the last one."""
     progress.hide()
     if llm.tokenizer is None:
         write("".join(f"{token} " for token in piece.token_ids))
@@ -221,7 +221,7 @@ def run(args, system) -> int:
     prompts = read_prompts(args)
     has_media = bool(args.image or args.video)
     if args.compare and has_media:
-        raise InputError("--compare cannot judge a tie behind an image or a video: leave out one of them")
+        raise InputError("--compare cannot judge a tie after an image or a video: leave out one of them")
     if args.json and args.show_drafts:
         raise InputError("--show-drafts colours text, --json has none: give one of them")
     if args.logprobs is not None and not args.json:

@@ -22,7 +22,7 @@ __all__ = ["main", "make_parser"]
 
 log = logging.getLogger("dflash_jax.cluster")
 
-# Seconds of each step of the end, behind the drain.
+# Seconds of each step of the end, after the drain.
 STEP_S = 8.0
 # Bytes of Ray's store of objects, which only messages between processes use.
 STORE_BYTES = 200 * 2**20

@@ -23,7 +23,7 @@ from dflash_jax.server.stream import DONE, KEEP_ALIVE, error_frame
 
 log = logging.getLogger("dflash_jax.cluster")
 
-# Attempts that bring nothing new, behind which a request is given up.
+# Attempts that bring nothing new, after which a request is given up.
 ATTEMPTS = 4
 # Aborts that are kept for a stream between two replicas: the oldest ones.
 ABORTS = 16

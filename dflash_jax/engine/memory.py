@@ -205,8 +205,8 @@ def pages_of_slots(
         slots: The slots.
         capacity: Positions of each.
         settings: What the programs share.
-        ahead: Positions that may be written before pages behind a window are given up: those of dispatches that have
-            started.
+        ahead: Positions that may be written before pages that a window has left are given up: those of dispatches that
+            have started.
 
     Returns:
         Those in caches that keep all positions, and those in caches with a window.

@@ -117,11 +117,11 @@ class Results:
         """Why no token follows a request's own; ``fault``: the code that `sampling.checked` puts in its place."""
         count = len(request.tokens)
         if fault == NOTHING_ALLOWED:
-            return InputError(f"the text's form, penalties or biases leave no token behind {count} new ones")
+            return InputError(f"the text's form, penalties or biases leave no token after {count} new ones")
         log.error("a request ended: the model's logits are not finite")
         # Prefixes may have been computed from the same numbers.
         self._prefix_cache.clear()
-        return EngineError(f"the model's logits behind {count} new tokens are NaN or infinite")
+        return EngineError(f"the model's logits after {count} new tokens are NaN or infinite")
 
 
 def take_scores(request: Request, record: Logprobs) -> None:

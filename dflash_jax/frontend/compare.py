@@ -182,7 +182,7 @@ def divergence(llm: LLM, prompt: list[int], expected: list[int], actual: list[in
 
 
 def _next_token_scores(llm: LLM, request: Request):
-    """For the token behind a request's context: raw logits, and the values whose maximum is drawn, float [V]."""
+    """For the token after a request's context: raw logits, and the values whose maximum is drawn, float [V]."""
     size, length = PREFILL_SIZES[0], len(request.context)
     settings = replace(PLAIN_SETTINGS, top_logprobs=0)
     # In whole pages: requests of about one length share the programs.

@@ -27,7 +27,7 @@ class Detokenizer:
 
     Attributes:
         text: The text so far, without characters that may belong to a stop string. Once ``stopped``, it ends before the
-            stop string or match, or behind it with ``include_stop``, and no longer grows. The beginning of a match that
+            stop string or match, or after it with ``include_stop``, and no longer grows. The beginning of a match that
             is longer than the characters held back is part of the text.
         stopped: Whether a stop string or match was seen.
         stop: The stop string or the expression that ended the text.

@@ -33,7 +33,7 @@ class ThoughtTokens:
 
 
 def open_thought(ids: Sequence[int], open_ids: Sequence[int], close_ids: Sequence[int]) -> int | None:
-    """Tokens behind the last tag of a text if that opens a thought; None otherwise."""
+    """Tokens after the last tag of a text if that opens a thought; None otherwise."""
     tags, lasts = (tuple(open_ids), tuple(close_ids)), {open_ids[-1], close_ids[-1]}
     for end in range(len(ids), 0, -1):
         if ids[end - 1] in lasts:

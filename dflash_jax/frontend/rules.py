@@ -18,7 +18,7 @@ def token_rules(
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, and, as in vLLM, of the word behind a space.
+    """Token ids of each word, and, as in vLLM, of the word after a space.
 
     The latter only where they are as many, with another first one.
     """

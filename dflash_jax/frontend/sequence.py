@@ -150,7 +150,7 @@ class TextSequence:
         self.drafts = self.draft_tokens = 0
         self.starts: list[int] = []
         # Characters of the text that pieces have. For each event that is monitored but not yet taken: where the text
-        # ended behind each token, and where the token begins.
+        # ended after each token, and where the token begins.
         self._shown, self._watched = 0, deque()
 
     def _watch(self, text: Detokenizer, tokens: Sequence[int]) -> int | None:
@@ -213,12 +213,12 @@ class TextSequence:
             self.text.finish()
 
     def replay(self, piece: Piece, drafts: int, draft_tokens: int) -> Piece:
-        """Takes a piece of an earlier run of the same sequence. The request, once submitted, goes on behind it.
+        """Takes a piece of an earlier run of the same sequence. The request, once submitted, goes on after it.
 
         Args:
             piece: The piece. Its text and places may be missing.
-            drafts: ``drafts`` of the earlier run behind it.
-            draft_tokens: ``draft_tokens`` of the earlier run behind it.
+            drafts: ``drafts`` of the earlier run after it.
+            draft_tokens: ``draft_tokens`` of the earlier run after it.
 
         Returns:
             The piece with its text, as `pieces` has it, without proposals.

@@ -60,7 +60,7 @@ class ExpandedPrompt:
         spans: The frames of all images and videos, in order.
         is_given: Which tokens are the given prompt's text, bool [tokens]: neither pads nor times.
         positions: int32 [3, tokens]: time, height and width.
-        rope_delta: What is added to the index of a token behind the prompt for its positions.
+        rope_delta: What is added to the index of a token after the prompt for its positions.
     """
 
     ids: np.ndarray

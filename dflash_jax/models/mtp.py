@@ -1,6 +1,6 @@
 """The multi-token prediction (MTP) head of a target as a drafter: one decoder layer that predicts the token after next.
 
-With h_t the target's hidden state at position t after the final norm, and x_{t+1} the token behind it:
+With h_t the target's hidden state at position t after the final norm, and x_{t+1} the token after it:
 
     u_t = fc([norm_e(embed(x_{t+1})); norm_h(h_t)]),    z_t = norm(layer(u_t)),    logits of x_{t+2} = head(z_t)
 
@@ -10,7 +10,7 @@ reference implementation is vLLM's `Qwen3NextMultiTokenPredictor`.
 
 The context is the keys and values of u alone, which need no attention; u_t is stored at position t + 1, that of its
 token, and rotated as t. So an extension writes exactly the positions of its tokens, and the feature of its last token
-is *pending*: it waits for the token behind it. Keys and values of drafts are dropped after the round.
+is *pending*: it waits for the token after it. Keys and values of drafts are dropped after the round.
 
 Dimension letters: B sequences, T tokens of an extension, H hidden size, K KV heads, D head size.
 """
@@ -133,7 +133,7 @@ class Mtp(nnx.Module):
 
         Args:
             hidden: Hidden states after the final norm, or z of the step before, [B, T, H].
-            embeddings: Those of the tokens behind them, [B, T, H].
+            embeddings: Those of the tokens after them, [B, T, H].
 
         Returns:
             [B, T, H].

@@ -141,7 +141,7 @@ class VisionBlock(nnx.Module):
             x: [N, H].
             angles: Rotary angles of the patches, [N, head / 2] each.
             low: First patch that each patch sees, int [N].
-            high: The one behind the last, int [N].
+            high: The one after the last, int [N].
 
         Returns:
             [N, H].
@@ -233,14 +233,14 @@ class VisionTower(nnx.Module):
         Args:
             x: What the call before returned, [N, H], in the tower's dtype; anything where ``first`` is 0.
             first: The first block that runs.
-            last: The block behind the last that runs.
+            last: The block after the last that runs.
             patches: float32 [N, patch_dim].
             rows: Row of each patch in its frame, int [N].
             columns: Its column, int [N].
             heights: Rows of its frame, int [N].
             widths: Columns of its frame, int [N].
             low: First patch of its frame, int [N].
-            high: The patch behind its frame's last, int [N].
+            high: The patch after its frame's last, int [N].
 
         Returns:
             What block ``last`` takes, [N, H]; and where ``last`` is the depth, a row for each merge block,

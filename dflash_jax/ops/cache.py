@@ -41,7 +41,7 @@ def window_pages(window: int, sinks: int, ahead: int, capacity: int) -> int:
     Args:
         window: Last positions that are read.
         sinks: First positions that are read.
-        ahead: Positions that may be written before pages behind the window are given up.
+        ahead: Positions that may be written before pages that the window has left are given up.
         capacity: Positions of a sequence at most.
     """
     size = page_size(capacity)

@@ -1,4 +1,4 @@
-"""Operation: attention of a vision tower's patches within their frames, behind the rotation of queries and keys.
+"""Operation: attention of a vision tower's patches within their frames, after the rotation of queries and keys.
 
     y_i = Σ_j softmax_j(R_i q_i · R_j k_j / √D) v_j,    low_i ≤ j < high_i,    R_i: the rotation of patch i
 

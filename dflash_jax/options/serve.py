@@ -215,7 +215,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
 
 
 def take_model_from_keys(args) -> None:
-    """``--api-key KEY MODEL``: what is a directory or a repository's name behind the first key is the target."""
+    """``--api-key KEY MODEL``: what is a directory or a repository's name after the first key is the target."""
     keys = args.api_key or []
     if args.model is None and args.target is None and len(keys) > 1:
         from dflash_jax.checkpoint.smollm2 import is_smollm2

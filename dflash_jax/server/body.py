@@ -56,7 +56,7 @@ async def _counted(body: bytes) -> AsyncIterator[tuple[int, int, int]]:
     while at < len(body):
         part = body[at : at + STEP_BYTES]
         if (len(part) - len(part.rstrip(b"\\"))) % 2:
-            # A backslash belongs to the character behind it.
+            # A backslash belongs to the character after it.
             part = body[at : at + STEP_BYTES + 1]
         at += len(part)
         is_ascii = part.isascii()

@@ -42,7 +42,7 @@ class ConnectionLimits:
 
     Attributes:
         connections: Connections at a time.
-        head_bytes: Bytes of a request's line and headers, and of the trailer behind its last chunk.
+        head_bytes: Bytes of a request's line and headers, and of the trailer after its last chunk.
         head_lines: Headers of a request.
         framing_bytes: Bytes of a body's chunked encoding beside its content.
         pipelined: Requests that a connection may send before the previous one is answered.

@@ -56,7 +56,7 @@ class Parser:
             is_thinking: Whether the prompt opened a thought.
             tools: Parser of calls; None without tools.
             shown: How reasoning is shown.
-            has_one_call: Whether calls behind the first one are left out.
+            has_one_call: Whether calls after the first one are left out.
         """
         self._splitter, self._tools, self._shown = ReasoningSplitter(is_thinking), tools, shown
         self._has_one_call = has_one_call
@@ -133,16 +133,16 @@ class Parser:
 
 
 class FirstCall:
-    """Ends a text behind its first call, as ``ends`` of a `TextSequence`.
+    """Ends a text after its first call, as ``ends`` of a `TextSequence`.
 
-    The text ends behind a later call where min_tokens prevents it.
+    The text ends after a later call where min_tokens prevents it.
     """
 
     def __init__(self, is_thinking: bool, tools: ToolParser):
         self._splitter, self._tools = ReasoningSplitter(is_thinking), tools
 
     def __call__(self, text: str) -> bool:
-        """Whether the sequence ends behind ``text``, the next part of it."""
+        """Whether the sequence ends after ``text``, the next part of it."""
         self._tools.push(self._splitter.push(text)[1])
         return self._tools.is_behind_call
 
@@ -158,7 +158,7 @@ class Conversation:
         xml: Whether calls are in Qwen's XML format.
         echoed: Text that the answer begins with.
         is_forced: Whether the answer must consist of calls.
-        has_one_call: Whether the answer ends behind its first call.
+        has_one_call: Whether the answer ends after its first call.
         media: Images and videos of the prompt; None for text.
     """
 

@@ -153,7 +153,7 @@ class GrammarWalk:
         if thought == "possible" and len(tokens.open_ids) != 1:
             thought = "none"
         self._phase = {"open": "thought", "possible": "undecided", "none": "grammar"}[thought]
-        # The last tokens of the thought, as many as the closing tag has, and the blank tokens behind it.
+        # The last tokens of the thought, as many as the closing tag has, and the blank tokens after it.
         self._tail: tuple[int, ...] = ()
         # A matcher that has reached a limit is unusable: a copy of this one consumes the same tokens again.
         self._beginning, self._consumed = matcher.deep_copy(), []
@@ -169,7 +169,7 @@ class GrammarWalk:
             self._consumed += [token] * consumed
 
     def _step(self, phase: str, tail: tuple[int, ...], token: int) -> tuple[str, tuple[int, ...], int]:
-        """The phase behind a token, the new tail, and how many tokens (0 or 1) the grammar consumed."""
+        """The phase after a token, the new tail, and how many tokens (0 or 1) the grammar consumed."""
         if phase == "undecided" and (token,) == self.tokens.open_ids:
             return "thought", tail, 0
         if phase == "thought":
@@ -201,7 +201,7 @@ class GrammarWalk:
         return (int.from_bytes(allowed, "little") | self.tokens.bits(besides)).to_bytes(len(allowed), "little")
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """Masks behind the taken tokens, and behind each of the ``drafts``.
+        """Masks after the taken tokens, and after each of the ``drafts``.
 
         The list ends at the first draft that is forbidden, or with an empty mask where a limit is reached. Neither is
         an error yet, since a draft may never be drawn.

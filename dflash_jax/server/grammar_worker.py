@@ -65,7 +65,7 @@ def _compile(tokens: GrammarTokens, frames: Frames) -> None:
 
 
 def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
-    """A sequence's process: masks behind the taken tokens and behind each draft."""
+    """A sequence's process: masks after the taken tokens and after each draft."""
     start = frames.read()
     limit_memory(start["memory_bytes"])
     walk = GrammarWalk(tokens, matcher, start["thought"])

@@ -30,7 +30,7 @@ class HttpProtocol(Protocol):
     raw_transport: asyncio.Transport | None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Takes over the connection behind the handshake."""
+        """Takes over the connection after the handshake."""
 
     def data_received(self, data: bytes) -> None:
         """Parses data that arrived with the handshake."""
@@ -55,7 +55,7 @@ class TlsHandshake(asyncio.Protocol):
         """Enters the connection into the table and starts the handshake."""
         self.transport = transport
         self._http.connections.add(self)
-        # A refusal is readable only behind the handshake, so the HTTP protocol sends it.
+        # A refusal is readable only after the handshake, so the HTTP protocol sends it.
         self._http.table.enter(self)
         self._http.table.set_waiting(self)
         self._task = self._http.loop.create_task(self._shake_hands())

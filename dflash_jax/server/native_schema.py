@@ -43,7 +43,7 @@ class GenerateRequest(Body):
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     token_ids_logprob: NamedTokens | Items[NamedTokens] | None = None
     return_text_in_logprobs: bool | None = None
-    # Whether the text begins with reasoning, behind which a grammar begins.
+    # Whether the text begins with reasoning, after which a grammar begins.
     require_reasoning: bool = False
     max_thinking_tokens: ThinkingBudget = None
     rid: RequestId | Items[RequestId] | None = None

@@ -225,7 +225,7 @@ def budget(given: Sequence[int | None]) -> int | None:
 
 
 def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: str) -> str:
-    """Where reasoning stands behind a prompt without messages, as `sequences` takes it.
+    """Where reasoning stands after a prompt without messages, as `sequences` takes it.
 
     It is "none" without a ``budget``, since only a budget tells that the text has a thought.
 
@@ -304,7 +304,7 @@ async def sequences(
 
     Images and videos are encoded last, when no value is invalid.
 
-    Other requests have a turn behind each, since there may be thousands, of thousands of tokens each.
+    Other requests have a turn after each, since there may be thousands, of thousands of tokens each.
 
     Args:
         serving: The model and its engine.
@@ -315,7 +315,7 @@ async def sequences(
         priority: Lower values are served first.
         grammar: Form of the text; None: any.
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
-        budget: Most tokens of the thought, those in the prompt behind the opening tag included.
+        budget: Most tokens of the thought, those in the prompt after the opening tag included.
         prompt_logprobs: Likeliest tokens of each prompt position; None: none.
         cache_salt: Only prompts with the same salt share cached prefixes.
         records_drafts: Whether pieces have the drafts of each round.

@@ -71,7 +71,7 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
 async def prepare_response(
     http: Request, body: responses_schema.ResponsesRequest, entry: StoredResponse | None
 ) -> tuple[Conversation, list[TextSequence], bytes]:
-    """Prepares a request behind the response ``entry``.
+    """Prepares a request after the response ``entry``.
 
     Returns:
         The conversation, its sequence, and its items in their stored form. The parsed items are garbage then.
@@ -207,7 +207,7 @@ def droppable(items: Sequence[responses_schema.InputItem]) -> list[list[int]]:
 
     A group is dropped as a whole, so that chat templates accept the remaining items. A group is a turn, which begins
     with a message of the user; in the latest turn it is a step: items of the model up to the outputs of its calls. The
-    output of a call is in the group of the call. No group has system messages, the newest input (all items behind the
+    output of a call is in the group of the call. No group has system messages, the newest input (all items after the
     model's last one), the calls that the newest input answers, or the user's last message before it.
     """
     kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in OF_SYSTEM}

@@ -100,7 +100,7 @@ def _text(item: dict, name: str, where: str) -> str:
 
 
 def _joined_thoughts(messages: list[dict]) -> list[dict]:
-    """Joins each thought with the assistant's message behind it."""
+    """Joins each thought with the assistant's message after it."""
     joined: list[dict] = []
     for message in messages:
         previous = joined[-1] if joined else {}

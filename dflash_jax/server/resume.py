@@ -1,10 +1,10 @@
 """Makes two runs of a request equal, so that another server can continue a stream that was cut.
 
 A cluster's ingress gives a request a key. Ids and seeds that the request lacks follow from the key. While a stream
-runs, each piece of its text is recorded in the stream, in a comment behind the piece's events. When the server dies,
+runs, each piece of its text is recorded in the stream, in a comment after the piece's events. When the server dies,
 the ingress sends the same request to another server, with the recorded pieces. That server passes the pieces through
 the text, stop strings, tools and the grammar, writes their events again, and then a comment, up to which the ingress
-drops the events. The engine goes on behind the recorded tokens.
+drops the events. The engine goes on after the recorded tokens.
 """
 
 import json

@@ -157,7 +157,7 @@ class _Builder:
         """Any text up to one of the ``ends``, or to the end of the text."""
         if not ends or "" in ends:
             if not is_last or any(ends):
-                raise InputError(f"{where}: free text needs a tag's end behind it, or must be the last")
+                raise InputError(f"{where}: free text needs a tag's end after it, or must be the last")
             return self._rule(_TEXT)
         return f"({' | '.join(self._up_to(end) for end in ends)})"
 
@@ -168,7 +168,7 @@ class _Builder:
             # Free text has no special tokens.
             return f"{self._rule(_TEXT)} {' '.join(parts)}"
         if len(parts) > 1:
-            raise InputError(f"{text!r} has a special token behind other text: this cannot end free text")
+            raise InputError(f"{text!r} has a special token after other text: this cannot end free text")
         return self._rule(_TEXT, f"[suffix={parts[0]}]")
 
     def _const_string(self, node, where, ends, is_last) -> str:

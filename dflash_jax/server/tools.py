@@ -89,7 +89,7 @@ class _JsonValue:
 
         Returns:
             The part of ``text`` that belongs to the value, without whitespace around it, and each number once it has
-            ended, as `word` writes it; and the index behind the value, None where it continues.
+            ended, as `word` writes it; and the index after the value, None where it continues.
         """
         characters: list[str] = []
         end = self._end(text, characters)
@@ -194,7 +194,7 @@ class ToolParser:
 
     def _in_content(self, out: Parsed) -> bool:
         if self._is_behind_call:
-            # Blank lines behind a call are not content.
+            # Blank lines after a call are not content.
             self._buffer = self._buffer.lstrip("\n")
             self._is_behind_call = not self._buffer
         before, start, rest = self._buffer.partition(START)

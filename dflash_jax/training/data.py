@@ -232,7 +232,7 @@ class PackedRows:
         return {"tokens": tokens, "loss_mask": mask, "starts": starts}
 
     def places(self, index) -> Iterator[tuple[Document, int, int]]:
-        """Yields the documents of a row, each with its first place and the one behind its last."""
+        """Yields the documents of a row, each with its first place and the one after its last."""
         start = 0
         for i in self.rows[index]:
             end = min(start + len(self.documents[i].tokens), self.length)

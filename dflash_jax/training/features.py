@@ -133,7 +133,7 @@ def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str
                 file.write(array[: len(rows) - start].astype(ml_dtypes.bfloat16).tobytes())
                 file.flush()
     except OSError as e:
-        raise InputError(f"{directory}: {e.strerror} behind row {start}; the same command goes on from there") from None
+        raise InputError(f"{directory}: {e.strerror} after row {start}; the same command goes on from there") from None
     finally:
         for file in files:
             file.close()

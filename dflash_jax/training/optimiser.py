@@ -6,7 +6,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from dflash_jax.parallel.sharding import parameter_paths
 
-# Weights whose first axis (behind the expert axis) is the output. All other matrices have their input last.
+# Weights whose first axis (after the expert axis) is the output. All other matrices have their input last.
 _OUTPUT_FIRST = ("o", "out", "down", "fc")
 _NOT_A_MATRIX = ("embed", "head", "router", "conv", "beta_alpha", "shared_gate", "a_log", "dt_bias", "norm", "weight")
 

@@ -14,7 +14,7 @@ from dflash_jax.training.blocks import at
 
 
 def step_states(head: Mtp, features, embed, tokens, anchors, starts, steps: int):
-    """Hidden states of the steps behind each anchor: step k predicts the token k behind it.
+    """Hidden states of the steps after each anchor: step k predicts the token k after it.
 
     Args:
         head: The MTP head. Its copy of the target's final norm gets no gradient.
@@ -35,7 +35,7 @@ def step_states(head: Mtp, features, embed, tokens, anchors, starts, steps: int)
     angles = {spec.mixer.rope: rope_angles(positions, spec.mixer.rope)}
     z, result = jax.lax.stop_gradient(head.final_norm(features[:, :, 0])), []
     for step in range(1, steps + 1):
-        # Tokens behind the row's end come from its beginning, and are not learned.
+        # Tokens after the row's end come from its beginning, and are not learned.
         u = head.inputs(z, embed(jnp.roll(tokens, -step, axis=1)))
         z = head.norm(layer.forward_full(u, valid, angles, starts))
         result.append(at(z, jnp.maximum(anchors - 1, 0)))

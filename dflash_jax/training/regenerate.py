@@ -91,7 +91,7 @@ def _without_answers(messages: Sequence[dict]) -> list[dict]:
 
 
 def _is_answered(message: dict, following: Sequence[dict]) -> bool:
-    """Whether the target answers behind a message: of the user, or the last one of results of tools."""
+    """Whether the target answers after a message: of the user, or the last one of results of tools."""
     is_result = message["role"] == "tool" and not (following and following[0]["role"] == "tool")
     return message["role"] == "user" or is_result
 
@@ -99,7 +99,7 @@ def _is_answered(message: dict, following: Sequence[dict]) -> bool:
 class Progress:
     """The answers written so far, with the settings that they were written with.
 
-    A second call with the same settings continues behind the last counted answer.
+    A second call with the same settings continues after the last counted answer.
 
     Attributes:
         path: The file of answers.

@@ -101,7 +101,7 @@ class TrainingRun:
     def _initial_state(self) -> tuple:
         """The state of the newest checkpoint, or of a drafter at its beginning."""
         if self.step:
-            self._tell(f"going on behind step {self.step} of {self.steps}")
+            self._tell(f"resuming after step {self.step} of {self.steps}")
             return self._checkpoints.restore(self.trainer.abstract_state(), self.trainer.shardings())
         state = self.trainer.start(
             drafters.starting_drafter(self.config, self.pair.raw, self.pair.target, self.pair.llm.directory)
@@ -154,7 +154,7 @@ class TrainingRun:
                     self._reset_clock()
         self._checkpoints.wait()
         if self.step < self.steps:
-            self._tell(f"{reason}: stopped behind step {self.step}; the same command goes on from there")
+            self._tell(f"{reason}: stopped after step {self.step}; the same command goes on from there")
         else:
             self._finish()
         return self.step, self.steps
@@ -217,7 +217,7 @@ class TrainingRun:
         self._reset_clock(step)
 
     def _reset_clock(self, step: int | None = None) -> None:
-        """Starts the measurement of tokens/s behind ``step`` (None: the step that was dispatched last)."""
+        """Starts the measurement of tokens/s after ``step`` (None: the step that was dispatched last)."""
         self._clock_start, self._clock_step = time.perf_counter(), self.step if step is None else step
 
     def _save(self) -> None:

@@ -25,7 +25,7 @@ class CsvLog:
     """
 
     def __init__(self, directory: Path, name: str, last_step: int):
-        """Opens ``directory / name`` and drops its lines behind ``last_step``, and one that is not whole.
+        """Opens ``directory / name`` and drops its lines after ``last_step``, and one that is not whole.
 
         Raises:
             InputError: It is no such log, or cannot be written.
@@ -92,7 +92,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardLog:
-    """Event files for TensorBoard. A continued run hides events behind its first step."""
+    """Event files for TensorBoard. A continued run hides events after its first step."""
 
     def __init__(self, directory: str, last_step: int):
         """Opens a new event file in ``directory``."""
@@ -128,7 +128,7 @@ class WandbLog:
             path.write_text(uuid.uuid4().hex[:8])
         options = {"id": path.read_text().strip(), "resume": "allow", "dir": str(directory), "config": settings}
         self._run = wandb.init(project=project, **options)
-        # wandb's own count of steps only grows; a continued run repeats those behind its checkpoint.
+        # wandb's own count of steps only grows; a continued run repeats those after its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
@@ -161,7 +161,7 @@ class Trackers:
 
         Args:
             config: Names the logs.
-            last_step: The step behind which the run continues; 0 for a new run.
+            last_step: The step after which the run continues; 0 for a new run.
             settings: Recorded with the W&B run.
             tell: Receives a line for each failure.
         """

@@ -109,7 +109,7 @@ def batch_sums(
     places = jnp.minimum(places, tokens.shape[1] - 1)
     same = at(batch.starts, places) == at(batch.starts, anchors)[..., None]
     learned = inside & same & at(batch.loss_mask, places) & valid[..., None]
-    # A block ends at the first slot that is not learned: decoding never reaches slots behind it.
+    # A block ends at the first slot that is not learned: decoding never reaches slots after it.
     learned = jnp.cumprod(learned, axis=-1, dtype=jnp.int32) > 0
     teacher = at(batch.hidden, places - 1) if recipe.loss.needs_teacher else None
     return block_loss(recipe.loss, head, states, at(tokens, places), learned, teacher, teacher_head)

@@ -1,7 +1,7 @@
 """Data files as token ids on disk: each is tokenised once, on all cores, and then mapped into memory.
 
 A cache is a directory named after what its tokens depend on: the file's content, the tokenizer's files and options, the
-vocabulary, and the code. It grows part by part, and what was interrupted goes on behind the last part.
+vocabulary, and the code. It grows part by part, and what was interrupted goes on after the last part.
 """
 
 import json

@@ -89,7 +89,7 @@ def tokenised(record: dict, where: str, tokenizer: Tokenizer | None) -> tuple[li
 
     Args:
         record: With ``prompt_ids`` and ``response_ids`` (the response is learned), a conversation (the assistant's
-            turns are learned) or ``text`` (all of it is learned). ``prompt_ids`` that `regenerate` wrote behind images
+            turns are learned) or ``text`` (all of it is learned). ``prompt_ids`` that `regenerate` wrote after images
             or videos have one pad for each of those of the line's ``messages``.
         where: "file:line" for errors.
         tokenizer: The target's, None for a target without one.

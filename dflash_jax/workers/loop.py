@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("!I")
 
 
 def framed(payload: bytes) -> bytes:
-    """A payload behind its length."""
+    """A payload after its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 

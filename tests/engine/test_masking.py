@@ -215,7 +215,7 @@ def test_tokens_before_an_impossible_one_count(block_size, stop_at):
     assert sum(n for event in events for n in event.yielded) == len(right)
     if stop_at is None:
         assert r.finish_reason == "error"
-        assert "leave no token behind 5 new ones" in str(events[-1].error)
+        assert "leave no token after 5 new ones" in str(events[-1].error)
     else:
         assert r.finish_reason == "stop"
     assert e.free_slots == 1

@@ -160,7 +160,7 @@ def test_a_form_that_allows_nothing(engine, llm):
             llm.new_sequence([20, 30], replace(params, seed=1), 16),
         ]
         ended(engine, llm, rows)
-        with pytest.raises(InputError, match="leave no token behind 0 new ones"):
+        with pytest.raises(InputError, match="leave no token after 0 new ones"):
             rows[0].raise_failure()
         assert len(rows[1].request.tokens) > 1
 
@@ -180,5 +180,5 @@ def test_the_largest_penalties_do_not_overflow(llm):
 def test_the_command_line_says_so(poisoned, capsys):
     assert main(["--target", str(poisoned), "--prompt-ids", f"20,{POISON}", "--max-new-tokens", "4"]) == 1
     assert (
-        capsys.readouterr().err.splitlines()[-1] == "error: the model's logits behind 0 new tokens are NaN or infinite"
+        capsys.readouterr().err.splitlines()[-1] == "error: the model's logits after 0 new tokens are NaN or infinite"
     )

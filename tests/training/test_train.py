@@ -150,9 +150,9 @@ def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, mo
     monkeypatch.setattr(run, "place", signalled)
     said: list[str] = []
     assert run.fit(mine, said.append) == (stop, 6)
-    assert f"{number.name}: stopped behind step {stop}" in said[-1]
+    assert f"{number.name}: stopped after step {stop}" in said[-1]
     assert run.fit(mine, said.append) == (6, 6)
-    assert f"going on behind step {stop} of 6" in said
+    assert f"resuming after step {stop} of 6" in said
     assert_same_bits(parameters(tmp_path), parameters(whole[0]))
     steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     assert steps == ["step", *"123456"]
@@ -170,7 +170,7 @@ def test_a_signal_of_another_process_stops_at_the_step(config, tmp_path, monkeyp
     monkeypatch.setattr(run.distributed, "anywhere", lambda _: partial(next, asked))
     said: list[str] = []
     assert run.fit(replace(config, output=str(tmp_path)), said.append) == (2, 6)
-    assert said[-1] == "a signal of another process: stopped behind step 2; the same command goes on from there"
+    assert said[-1] == "a signal of another process: stopped after step 2; the same command goes on from there"
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["2"]
 
 
@@ -261,7 +261,7 @@ def test_a_full_disk_is_told(config, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(features, "Path", Full)
     assert main(argv) == 2
-    assert re.search(r"No space left on device behind row 4; the same command goes on", capsys.readouterr().err)
+    assert re.search(r"No space left on device after row 4; the same command goes on", capsys.readouterr().err)
     monkeypatch.undo()
     assert main(argv) == 0
 

@@ -230,7 +230,7 @@ def experts_triton(
     shared: tuple[Array | QuantizedWeight, Array | QuantizedWeight, Array] | None = None,
     residual: Float[Array, "N H"] | None = None,
 ) -> Float[Array, "N H"]:
-    """The products of `ops.moe.mixture` behind its routing.
+    """The products of `ops.moe.mixture` after its routing.
 
     Products are summed in float32. The activations between the two products and, for several tokens, each choice's
     result are rounded to x's dtype. Choices of weight 0 are not computed.

@@ -1,6 +1,6 @@
 """Linear maps of few tokens in Triton.
 
-One kernel applies several weights to one input, with the norm before them and SwiGLU or a residual behind them. One
+One kernel applies several weights to one input, with the norm before them and SwiGLU or a residual after them. One
 token has a kernel without matrix products; two to 16 tokens have one whose products have 16 rows, or, where it would
 have too few programs (a router's), the first one for each token. Each program computes some outputs of one weight from
 all inputs, so that no second kernel has to sum partial results.
