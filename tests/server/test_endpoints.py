@@ -221,7 +221,7 @@ def test_an_engine_that_makes_no_token_is_not_well(llm, quiet, monkeypatch):
     monkeypatch.setattr("dflash_jax.server.control.TOKEN_S", 0.2)
     engine = started(llm, prepared=False)
     submitted = []
-    engine.engine.submit = submitted.append
+    engine.engine.submit = lambda request, **_: submitted.append(request)
     serving = Serving(llm, engine, ["tiny"])
     serving.is_ready = True
     running = Running(serving)

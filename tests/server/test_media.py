@@ -495,7 +495,7 @@ def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
     answered(vision, user(image_part(), TEXT))
     # Pixels, and 24 rows of 36 numbers in float32.
     assert used == [32 * 48 * 3 + 24 * 36 * 4, 24 * 36 * 4]
-    assert clients == {(None, "127.0.0.1")}
+    assert clients == {"127.0.0.1"}
     assert wait_until(lambda: media.memory.used == 0)
 
 

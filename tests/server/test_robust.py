@@ -288,7 +288,7 @@ def test_no_request_takes_places_between_the_sequences_of_another(quiet, monkeyp
     """One that takes all places has them from the moment that its first sequence is submitted."""
     engine = quiet.serving.engine
     places = engine.engine.runner.slots + engine.engine.config.max_queue
-    submit, refused = engine.submit, []
+    submit, refused = engine.submit_batched, []
 
     def submit_after_another(request):
         if not refused:
@@ -298,7 +298,7 @@ def test_no_request_takes_places_between_the_sequences_of_another(quiet, monkeyp
             refused.append(error)
         return submit(request)
 
-    monkeypatch.setattr(engine, "submit", submit_after_another)
+    monkeypatch.setattr(engine, "submit_batched", submit_after_another)
     body = {"prompt": [[5]] * (places // 4), "n": 4, "max_tokens": 1}
     found = quiet.post("/v1/completions", **body)
     assert found.status_code == 200, found.text
