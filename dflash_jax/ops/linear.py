@@ -290,10 +290,14 @@ def _supports_triton(
     contracted: int = 1,
     *,
     gelu: bool = False,
+    biases: Sequence[Array] | None = None,
+    residual: Array | None = None,
     **options: Any,
 ) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
+    if biases is not None and residual is not None:
+        return "the kernel adds the residual before biases, which are rounded otherwise"
     if gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
         return "the kernel computes no GELU or LayerNorm"
     from dflash_jax.ops.kernels.triton import linear as triton_linear

@@ -283,6 +283,15 @@ def test_biases_are_one_for_each_weight_and_none_with_swiglu():
             linear.linear(XLA, x, given, biases=[jnp.zeros((2, 48))], **options)
 
 
+def test_a_bias_and_a_residual_together_are_added_in_the_order_of_the_definition():
+    """The kernel would add the residual first, which rounds otherwise in 16 bits."""
+    x, _, weights = arguments.projections(Source(0), 2, 192, ((2, 48),))
+    backend, both = Backend.for_card(HOPPER), {"biases": [jnp.zeros((2, 48))], "residual": jnp.zeros((2, 2, 48))}
+    for options in ({name: both[name]} for name in both):
+        assert choose("linear", linear.IMPLEMENTATIONS, backend, x, weights, **options).name == "triton"
+    assert choose("linear", linear.IMPLEMENTATIONS, backend, x, weights, **both).name == "reference"
+
+
 def test_the_first_that_supports_is_taken_and_reasons_are_told():
     told = []
     backend = Backend("cpu", no_cpp="no compiler", no_triton="no card", on_choice=told.append)
