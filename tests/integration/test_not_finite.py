@@ -114,7 +114,7 @@ def test_only_its_own_request_ends(engine, llm, name, block_size):
         assert [row.request.tokens for row in rows[:3]] == expected
         assert rows[3].request.finish_reason == "error"
         assert rows[3].request.tokens == []
-        with pytest.raises(EngineError, match="behind 0 new tokens are NaN or infinite"):
+        with pytest.raises(EngineError, match="after 0 new tokens are NaN or infinite"):
             rows[3].raise_failure()
     # All slots have been used: nothing of the NaN is left in them.
     again = [llm.new_sequence(prompt, params, block_size) for prompt in [*good, good[0]]]
@@ -144,7 +144,7 @@ def test_a_nan_in_the_middle_of_an_answer(engine, llm):
         ]
         ended(engine, llm, rows)
         assert row.request.tokens == [9, 9, 9, POISON]
-        with pytest.raises(EngineError, match="behind 4 new tokens"):
+        with pytest.raises(EngineError, match="after 4 new tokens"):
             row.raise_failure()
 
 

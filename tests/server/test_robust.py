@@ -292,7 +292,7 @@ def test_no_request_takes_places_between_the_sequences_of_another(quiet, monkeyp
 
     def submit_after_another(request):
         if not refused:
-            other = quiet.serving.llm.new_sequence([5], SamplingParams(max_tokens=1))
+            other = quiet.serving.llm.new_sequence([5], SamplingParams(max_tokens=1), client=request.client)
             with pytest.raises(QueueFullError) as error:
                 submit(other.request)
             refused.append(error)
