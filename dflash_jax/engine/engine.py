@@ -337,7 +337,7 @@ class Engine:
         shard, promised = self.runner.shard(victim.slot), self._promised()
         freed = zip(self._need(request), self.pages.counts(victim.slot), strict=True)
         full, windowed = (max(0, need - own) for need, own in freed)
-        # Otherwise the slot would go back to it, or to nobody.
+        # Otherwise the victim would get the slot again, or it would stay free.
         is_next = self._waiting.turn(request) < self._waiting.turn(victim)
         if is_next and self.pages.fits(shard, (full, windowed), promised[shard]):
             self.statistics.preemptions += 1

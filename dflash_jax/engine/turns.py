@@ -1,9 +1,9 @@
 """Whose request goes next: clients take turns by the tokens that they were served.
 
 A client's account is that of a virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI
-2024): a token of a prompt counts once, a new token twice. The next request is of the client with the least; a client
-that was idle begins at the least of those that are active, so that nobody saves up. When all are idle, all accounts
-are equal again.
+2024): a token of a prompt counts once, a new token twice. The next request is of the client with the lowest count. An
+idle client earns no credit: when it returns, its count is raised to the lowest one of the active clients. When all
+clients are idle, all counts are equal again.
 """
 
 from bisect import bisect_left, insort

@@ -165,7 +165,7 @@ def option(default: Any, text: str, metavar: str | None = None, **details: Any) 
 
 @cache
 def options_of(cls: type) -> dict[str, Option]:
-    """The options of a dataclass by name, those of its bases first."""
+    """Returns the options of a dataclass by name. Inherited ones come first."""
     hints, result = hints_of(cls), {}
     for each in fields(cls):
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -200,7 +200,7 @@ def add_options(
         parser: Gets the flags.
         cls: The dataclass.
         names: The options; None: all.
-        group: A title in place of theirs.
+        group: The title of the group of flags, in place of the options' own groups.
         is_unset: Whether what is not given is None in place of the default.
         shown: What ``--help`` lists; None: all.
     """

@@ -35,7 +35,7 @@ class Example:
     is_sweet: bool = option(False, "with sugar", flag="--sweet", aliases=Alias("--no-salt", const=True))
     guests: list[str] | None = option(None, "who comes", "NAME", action=Add)
     layers: tuple[int, ...] = option((), "of it")
-    note: str = option("", "for nobody", flag=None)
+    note: str = option("", "without a flag", flag=None)
 
 
 def parse(*words: str, **defaults) -> argparse.Namespace:

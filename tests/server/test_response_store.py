@@ -64,7 +64,7 @@ def run(work):
 
 
 def check(path):
-    """The file is sound, and its sums are those of its entries."""
+    """Checks that the file is not corrupt and that the stored sums equal those of the entries."""
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         sums = "SELECT client, entries, nbytes FROM clients WHERE client != x'' ORDER BY client"

@@ -12,7 +12,7 @@ class Tensor:
 
     Attributes:
         name: Its name.
-        shape: Its shape on disk; of some rows, theirs.
+        shape: Its shape on disk; where the parameter is some of its rows, the shape of those rows.
         first: The first of the rows.
         rows: All rows of the tensor on disk; None: those of ``shape``.
     """
