@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import cast
 
 from dflash_jax.errors import InputError
@@ -167,17 +168,13 @@ def set_logging(args) -> None:
 
 def check_extra() -> None:
     """Raises InputError where the server's extra is not installed."""
-    try:
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
+    if find_spec("uvicorn") is None:
+        raise InputError('the server needs its extra: pip install "dflash-jax[server]"')
 
 
 def warn_of_open_access(args) -> None:
     """Logs a warning where the arguments open the server to a network without a key."""
-    from dflash_jax.server.access import is_loopback
-
-    if not (args.api_keys or args.uds is not None or is_loopback(args.host)):
+    if not (args.api_keys or args.uds is not None or transport.is_loopback(args.host)):
         log.warning("anyone who reaches %s can use this server: --api-key-file demands a key", args.host)
 
 

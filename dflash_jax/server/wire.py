@@ -140,13 +140,15 @@ class Channel(asyncio.BufferedProtocol):
 
     # What its owner calls.
     def send(self, record: Any) -> None:
-        """Sends a record; without effect after the end. Its arrays must not change until they are sent.
+        """Sends a record, once there is a connection; without effect after its end.
+
+        Arrays of the record must not change until they are sent.
 
         Raises:
             TypeError: A value of the record cannot be sent.
         """
         pieces = self._encoder.pieces(record)
-        if self._transport is None or self._is_closing or self._has_ended:
+        if self._is_closing or self._has_ended:
             return
         for piece in pieces:
             for at in range(0, len(piece), PIECE_BYTES):
@@ -171,6 +173,7 @@ class Channel(asyncio.BufferedProtocol):
         """The connection is there."""
         self._transport = transport
         transport.set_write_buffer_limits(high=PIECE_BYTES)
+        self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
