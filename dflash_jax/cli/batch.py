@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_jax import progress
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.servers import RequestLostError, Servers
 from dflash_jax.options import serve
@@ -142,8 +142,6 @@ def _check_concurrency(batch_args) -> None:
 async def in_process(serving, app) -> AsyncIterator[Post]:
     """Requests through a server's application, without a socket."""
     import httpx
-
-    from dflash_jax.engine.engine import EngineError
 
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http:
@@ -311,8 +309,6 @@ def run(batch_args, args, system) -> int:
         The exit code: 1 where the engine or all servers failed, a request has no answer, or no line is a valid
         request; 130 where the run was interrupted.
     """
-    from dflash_jax.engine.engine import EngineError
-
     try:
         from dflash_jax.server.app import build
     except ImportError:

@@ -4,7 +4,7 @@ import asyncio
 
 from fastapi import APIRouter, Request
 
-from dflash_jax.engine.engine import EngineError, QueueFullError
+from dflash_jax.errors import EngineError, QueueFullError
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import native_schema
 from dflash_jax.server.answer_schema import Flushed, Status

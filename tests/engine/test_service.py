@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine import service
-from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.errors import EngineError, InputError, UnavailableError
+from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from tests.engine.mock_runner import engine, expected, next_token, request
 
 

@@ -14,8 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from dflash_jax import SamplingParams
-from dflash_jax.engine.engine import QueueFullError
-from dflash_jax.errors import EngineError
+from dflash_jax.errors import EngineError, QueueFullError
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import Running, started, wait_until

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from dflash_jax.engine.engine import QueueFullError
+from dflash_jax.errors import QueueFullError
 from tests.server.conftest import MESSAGES, wait_until
 
 FORM = {"regex": "[ab]{4}x", "max_tokens": 8}
