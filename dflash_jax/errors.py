@@ -17,3 +17,7 @@ class EngineError(RuntimeError):
 
 class UnavailableError(EngineError):
     """The engine accepts no requests: it has failed before, or was stopped."""
+
+
+class QueueFullError(RuntimeError):
+    """The queue of waiting requests is full."""

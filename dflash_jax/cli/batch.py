@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_jax import progress
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.servers import RequestLostError, Servers
 from dflash_jax.options import serve
@@ -142,8 +142,6 @@ def _check_concurrency(batch_args) -> None:
 async def in_process(serving, app) -> AsyncIterator[Post]:
     """Requests through a server's application, without a socket."""
     import httpx
-
-    from dflash_jax.engine.engine import EngineError
 
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http:
@@ -278,24 +276,25 @@ class Batch:
 
 
 @contextmanager
-def running(serving) -> Iterator[None]:
+def running(host, serving) -> Iterator[None]:
     """The engine, and the processes of grammars, images and videos.
 
     An interrupt does not wait for the engine's thread: it may be compiling, and the process ends without it.
     """
     is_interrupted = False
     try:
-        for processes in (serving.grammar, serving.media):
-            if processes is not None:
-                processes.start()
-        serving.engine.start()
+        host.start_workers()
+        if serving.media is not None:
+            serving.media.start()
+        host.set_ready()
         yield
     except KeyboardInterrupt:
         is_interrupted = True
         raise
     finally:
         if not is_interrupted:
-            serving.engine.stop()
+            host.engine.stop()
+        host.stop_workers()
         serving.stop_workers()
 
 
@@ -311,8 +310,6 @@ def run(batch_args, args, system) -> int:
         The exit code: 1 where the engine or all servers failed, a request has no answer, or no line is a valid
         request; 130 where the run was interrupted.
     """
-    from dflash_jax.engine.engine import EngineError
-
     try:
         from dflash_jax.server.app import build
     except ImportError:
@@ -337,9 +334,9 @@ def run(batch_args, args, system) -> int:
             store = stack.enter_context(closing(response_store(args)))
             llm = load(args, system)
             stack.enter_context(llm.leading())
-            serving = assemble(args, llm, store)
-            serving.is_ready, app = True, build(serving)
-            connected, engine = in_process(serving, app), running(serving)
+            host, serving = assemble(args, llm, store)
+            app = build(serving)
+            connected, engine = in_process(serving, app), running(host, serving)
             urls = frozenset(URLS) & set(app.openapi()["paths"])
             most_bytes = max(map(serving.most_body_bytes, urls))
         todo, code, reason = entries(stream, most_bytes, urls, output.done), 0, ""

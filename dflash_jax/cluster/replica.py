@@ -47,14 +47,14 @@ class ReplicaServer:
         # Until `stop`: followers on other hosts make its calls.
         self._leading = llm.leading()
         self._leading.__enter__()
-        self.serving = assemble(args, llm, SharedResponses(args.response_store, call))
+        self._host, self.serving = assemble(args, llm, SharedResponses(args.response_store, call))
         self._tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
         # The ingress checks the Host header.
         app = build(self.serving, args.api_keys, None, cors.of_arguments(args))
         app = around(app, self.serving, args, self._tracer)
         limits = ConnectionLimits(connections=allow_connections(args.max_connections))
         config = http_config(Member(app, secret), limits)
-        self._runner = Runner(config, self.serving, args.drain_s, False, args.warm_up == "full")
+        self._runner = Runner(config, self._host, self.serving, args.drain_s, False, args.warm_up == "full")
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def _run(self) -> None:
@@ -87,6 +87,7 @@ class ReplicaServer:
         if self._thread.is_alive():
             self._runner.begin_draining()
             self._thread.join()
+        self._host.stop_workers()
         self.serving.stop_workers()
         self._leading.__exit__(None, None, None)
         if self._tracer is not None:

@@ -22,7 +22,7 @@ from dflash_jax.engine.results import Results, as_failure, reason, take_scores
 from dflash_jax.engine.scheduler import DecodeScheduler
 from dflash_jax.engine.statistics import Statistics
 from dflash_jax.engine.turns import NEW_TOKEN, Turns, WaitingRequests
-from dflash_jax.errors import EngineError, InputError, UnavailableError
+from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 
 log = logging.getLogger("dflash_jax")
 
@@ -37,10 +37,6 @@ MOST_SHARES = 2
 def added(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     """The sums of two pairs."""
     return a[0] + b[0], a[1] + b[1]
-
-
-class QueueFullError(RuntimeError):
-    """The queue of waiting requests is full."""
 
 
 class Engine:

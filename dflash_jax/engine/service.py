@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import TypeVar
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Event, Request
-from dflash_jax.engine.router import EventRouter
+from dflash_jax.engine.router import EventRouter, Message
 from dflash_jax.errors import EngineError, UnavailableError
 
 log = logging.getLogger("dflash_jax")
@@ -31,16 +32,19 @@ class AsyncEngine:
         engine: The engine.
         restarts: Failures after which the engine restarts by itself.
         on_failure: Called on the thread after any further failure, when all requests have their error.
+
+    Attributes:
+        on_change: Called on the thread when the engine has failed or was restarted.
     """
 
     def __init__(self, engine: Engine, restarts: int = 0, on_failure: Callable[[], None] = lambda: None):
         self.engine, self.restarts, self.on_failure = engine, restarts, on_failure
+        self.on_change: Callable[[], None] = lambda: None
         self._wake = threading.Condition()
         self._commands: deque = deque()
         self._router = EventRouter()
         # Held while places are counted and taken.
         self._places = threading.RLock()
-        self._reserved: set[Request] = set()
         self._stopping, self._has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -111,79 +115,28 @@ class AsyncEngine:
         self._command(run)
         return await result
 
-    def submit(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         """Submits a request: its events one by one, otherwise as `submit_batched`."""
-        return self._flat(self.submit_batched(request))
+        async with aclosing(self.submit_batched(request)) as batches:
+            async for events in batches:
+                for event in events:
+                    yield event
 
-    def submit_batched(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        """Submits a request.
+    async def submit_batched(self, request: Request) -> AsyncGenerator[list[Event], None]:
+        """Submits a request when it is iterated. The request is closed on every path.
 
-        The request is closed on every path.
-
-        Returns:
+        Yields:
             Its events, each time those that have come since the last time, at most `MOST_EVENTS`; the last one has a
-            finish_reason. In place of the first events, the generator may raise UnavailableError.
+            finish_reason.
 
         Raises:
             InputError: The request can never run.
             QueueFullError: The queue is full.
             UnavailableError: The engine has failed or was stopped.
         """
-        try:
-            self._check([request])
-        except Exception:
-            request.close()
-            raise
-        return self._batches(request)
-
-    @staticmethod
-    async def _flat(batches: AsyncGenerator[list[Event], None]) -> AsyncGenerator[Event, None]:
-        async with aclosing(batches):
-            async for events in batches:
-                for event in events:
-                    yield event
-
-    @contextmanager
-    def reserved(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Holds places for requests, all of them or none, until each is submitted or the context ends.
-
-        Raises:
-            InputError: One can never run, or they are more than may ever wait.
-            QueueFullError: The queue has not as many places now.
-            UnavailableError: The engine has failed or was stopped.
-        """
-        with self._places:
-            self._check(requests)
-            self._reserved.update(requests)
-        try:
-            yield
-        finally:
-            with self._places:
-                self._reserved.difference_update(requests)
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.engine.check(request)
-        if self.engine.failure is not None:
-            raise UnavailableError(self.engine.failure)
-        if self._stopping or not self._thread.is_alive():
-            raise UnavailableError("the engine is not running")
-        # Requests with a receiver count, also those whose submission waits for the end of a long step.
-        with self._places:
-            if new := sum(request not in self._reserved for request in requests):
-                unfinished = self._router.unfinished + Counter(request.client for request in self._reserved)
-                self.engine.check_queue(unfinished, requests[0].client, new)
-
-    async def _batches(self, request: Request) -> AsyncGenerator[list[Event], None]:
         inbox: asyncio.Queue = asyncio.Queue()
-        with self._places:
-            self._reserved.discard(request)
-            self._router.add(request, inbox.put_nowait, asyncio.get_running_loop())
-        self._command(self._submit, request)
+        self.begin([request], lambda _, message: inbox.put_nowait(message))
         try:
-            if self._stopping or self._has_ended or not self._thread.is_alive():
-                # The thread may have ended before the router had this request.
-                raise UnavailableError(self.engine.failure or "the engine is not running")
             while True:
                 messages = [await inbox.get()]
                 while not inbox.empty() and len(messages) < MOST_EVENTS:
@@ -196,11 +149,58 @@ class AsyncEngine:
                 if messages[-1].finish_reason is not None:
                     return
         finally:
+            self.leave([request])
+
+    def begin(self, requests: Sequence[Request], receive: Callable[[Request, Message], None]) -> None:
+        """Submits requests, all of them or none. Those that are refused are closed.
+
+        Args:
+            requests: The requests, of one client.
+            receive: Gets each request with its events, in the running event loop; after an exception, or an event with
+                a finish_reason, there are no further ones.
+
+        Raises:
+            InputError: One can never run, or they are more than may ever wait.
+            QueueFullError: The queue has not as many places now.
+            UnavailableError: The engine has failed or was stopped.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            # Requests with a receiver count, also those whose submission waits for the end of a long step.
+            with self._places:
+                self.check(requests)
+                for request in requests:
+                    self._router.add(request, partial(receive, request), loop)
+            for request in requests:
+                self._command(self._submit, request)
+            if self._stopping or self._has_ended or not self._thread.is_alive():
+                # The thread may have ended before the router had these requests.
+                raise UnavailableError(self.engine.failure or "the engine is not running")
+        except Exception:
+            for request in requests:
+                self._router.remove(request)
+                request.close()
+            raise
+
+    def leave(self, requests: Iterable[Request]) -> None:
+        """Ends the delivery of events. Requests that have not ended are aborted."""
+        for request in requests:
             self._router.remove(request)
             if request.finish_reason is None:
                 self.abort(request)
                 if self._has_ended or not self._thread.is_alive():
                     request.close()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises what `begin` would for requests of one client."""
+        for request in requests:
+            self.engine.check(request)
+        if self.engine.failure is not None:
+            raise UnavailableError(self.engine.failure)
+        if self._stopping or not self._thread.is_alive():
+            raise UnavailableError("the engine is not running")
+        if requests:
+            self.engine.check_queue(self._router.unfinished, requests[0].client, len(requests))
 
     def _submit(self, request: Request) -> None:
         try:
@@ -226,8 +226,10 @@ class AsyncEngine:
             self.engine.failure = f"{type(e).__name__}: {e}"
             self._end_all()
             self.on_failure()
+            self.on_change()
             raise
         self._end_all()
+        self.on_change()
 
     def _end_all(self) -> None:
         """Sends the end of the thread to all receivers, and closes all requests: their masks may hold processes."""
@@ -258,10 +260,11 @@ class AsyncEngine:
     def _after_failure(self) -> None:
         if not self.restarts:
             self.on_failure()
-            return
-        self.restarts -= 1
-        log.warning("restarting the engine after: %s", self.engine.failure)
-        self.engine.restart()
+        else:
+            self.restarts -= 1
+            log.warning("restarting the engine after: %s", self.engine.failure)
+            self.engine.restart()
+        self.on_change()
 
     def _has_work(self) -> bool:
         return self.engine.failure is None and self.engine.has_work

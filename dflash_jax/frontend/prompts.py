@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.models.config import ModelConfig
 from dflash_jax.sampling_params import SamplingParams
 
+S = TypeVar("S", bound=TextSequence)
 # A prompt: text, token ids, or vLLM's dict of either.
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 PROMPT_FORM = 'a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
@@ -177,28 +178,24 @@ class Prompts:
         (conversation,) = split_conversations([messages] if messages and not isinstance(messages, str) else messages)
         return self.tokenizer.render_chat(conversation, thinking, **options)
 
-    def new_sequence(
+    def sequence(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
         block_size: BlockSize | None = None,
         *,
-        mask: MaskProvider | None = None,
-        budget: ThinkingBudget | None = None,
-        records_drafts: bool = False,
+        must_end: bool = False,
+        kind: type[S] = TextSequence,
         **options,
-    ) -> TextSequence:
-        """A prompt as an engine takes it.
+    ) -> S:
+        """A checked prompt with its parameters, without masks.
 
         Args:
             prompt: Text or token ids.
             params: How it is continued; n must be 1. A max_tokens of None becomes as many as fit.
             block_size: Overrides the LLM's.
-            mask: Masks beside those that follow from ``params``. The checkpoint's stop ids then always end the text,
-                since a text that is complete must be able to end.
-            budget: The bound of the thought.
-            records_drafts: Whether pieces have the drafts of each round. Each round is then a dispatch of its own; the
-                tokens are the same.
+            must_end: Whether the checkpoint's stop ids end the text in any case: that of a form must be able to end.
+            kind: What is made.
             **options: Further fields of the `TextSequence` and its `Request`.
 
         Raises:
@@ -217,16 +214,45 @@ class Prompts:
         if (filled.stop or filled.stop_regex) and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
         block_size = self.block_size if block_size is None else block_size
-        stops = self.defaults.stops(filled, must_end=mask is not None)
+        stops = self.defaults.stops(filled, must_end=must_end)
         self.limits.check(ids, filled, block_size, stops, options.get("prompt_logprobs"))
-        rules = token_rules(filled, stops, self.tokenizer, budget)
-        if rules.are_needed:
-            masks = TokenRules(rules, self.config.vocab_size)
-            mask = masks if mask is None else CombinedMasks([masks, mask])
-        if records_drafts:
-            options["draft_record"] = record = DraftRecord(self.config.vocab_size)
-            mask = record if mask is None else CombinedMasks([mask, record])
-        return TextSequence(ids, filled, stops, self.tokenizer, block_size=block_size, mask=mask, **options)
+        return kind(ids, filled, stops, self.tokenizer, block_size=block_size, **options)
+
+    def new_sequence(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        block_size: BlockSize | None = None,
+        *,
+        mask: MaskProvider | None = None,
+        budget: ThinkingBudget | None = None,
+        records_drafts: bool = False,
+        **options,
+    ) -> TextSequence:
+        """A prompt as an engine takes it.
+
+        Args:
+            prompt: Text or token ids.
+            params: As of `sequence`.
+            block_size: As of `sequence`.
+            mask: Masks beside those that follow from ``params``. The checkpoint's stop ids then always end the text.
+            budget: The bound of the thought.
+            records_drafts: Whether pieces have the drafts of each round. Each round is then a dispatch of its own; the
+                tokens are the same.
+            **options: As of `sequence`.
+
+        Raises:
+            InputError: The prompt or a parameter is wrong.
+        """
+        vocab = self.config.vocab_size
+        record = DraftRecord(vocab) if records_drafts else None
+        sequence = self.sequence(prompt, params, block_size, must_end=mask is not None, draft_record=record, **options)
+        request = sequence.request
+        rules = token_rules(request.params, request.stops, self.tokenizer, budget)
+        masks = [TokenRules(rules, vocab) if rules.are_needed else None, mask, record]
+        needed = [each for each in masks if each is not None]
+        request.mask = CombinedMasks(needed) if len(needed) > 1 else next(iter(needed), None)
+        return sequence
 
     def _sequences(
         self,

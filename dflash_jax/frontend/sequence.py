@@ -198,13 +198,17 @@ class TextSequence:
             self._shown = upto
         ends = ends if event.tokens else []
         self.starts += starts
-        proposals = None
-        if self._draft_record is not None:
-            # Behind the drafts that a slot may use, a block is padding.
-            proposals = [self._draft_record.rounds.popleft()[: event.block_size - 1] for _ in event.yielded]
+        proposals = self.proposals(event)
         self.pieces.append(
             Piece(text, event.tokens, event.yielded, ends, starts, event.logprobs, event.finish_reason, proposals)
         )
+
+    def proposals(self, event: Event) -> list[list[int]] | None:
+        """The drafts of an event's rounds, each once; None where they are not recorded."""
+        if self._draft_record is None:
+            return None
+        # After the drafts that a slot may use, a block is padding.
+        return [self._draft_record.rounds.popleft()[: event.block_size - 1] for _ in event.yielded]
 
     def _take_end(self, event: Event) -> None:
         if self.text and event.finish_reason:

@@ -157,7 +157,8 @@ def stream_totals(
         return {}
     if not (is_last or options.continuous_usage_stats):
         return {"usage": None}
-    timings = {"timings": totals.timings(serving.clock, serving.plain_round_s)} if options.include_timings else {}
+    engine = serving.engine
+    timings = {"timings": totals.timings(engine.clock, engine.plain_round_s)} if options.include_timings else {}
     return {"usage": totals.usage(reasoning_tokens), **timings}
 
 

@@ -147,7 +147,7 @@ def build(
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.serving, app.state.probe = serving, control.Probe(serving)
+    app.state.serving = serving
     for module in (chat, completions, responses, stored_responses, messages, native, operations, control, render):
         app.include_router(module.router)
     add_handlers(app)

@@ -52,7 +52,7 @@ def tool_constraint(serving: Serving, body: chat_schema.ChatRequest, xml: bool) 
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         tools, optional = _named(tools, names, "tool_choice.allowed_tools.tools"), choice.allowed_tools.mode == "auto"
     tokenizer = serving.llm.tokenizer
-    if serving.grammar is None or tokenizer is None:
+    if tokenizer is None or tokenizer.file is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
     start, end = (tag_in_lark(tokenizer, tag) for tag in (START, END))
     calls = {"tools": tools, "most": 8 if several else 1, "xml": xml, "start": start, "end": end, "optional": optional}
@@ -126,13 +126,13 @@ async def prepare_chat(
     options = {
         "block_size": body.block_size,
         "priority": body.priority,
-        "grammar": await prepare.grammar(serving, constraint or calls),
+        "form": await prepare.compiled(serving, constraint or calls),
         "thought": talk.thought,
         "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt,
         "records_drafts": body.return_proposals,
-        "ends": talk.ends,
+        "ends": talk.ends(),
         "media": talk.media,
         "encodes_media": encodes_media,
     }

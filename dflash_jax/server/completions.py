@@ -61,7 +61,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs or 0)
     is_truncated = body.truncate_prompt_tokens is not None
     encoded = [await serving.texts.prompt(prompt, "prompt", is_truncated=is_truncated) for prompt in prompts]
-    grammar = await prepare.grammar(serving, prepare.constraint(body))
+    form = await prepare.compiled(serving, prepare.constraint(body))
     budget, sequences = prepare.budget([body.thinking_token_budget]), []
     for ids in encoded:
         ids = prepare.truncate(serving, body, ids, body.max_tokens)
@@ -72,7 +72,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": prompt_logprobs}
         options |= {"cache_salt": body.cache_salt, "budget": budget, "records_drafts": body.return_proposals}
         options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")
-        sequences += await prepare.sequences(serving, ids, params, n, grammar=grammar, **options)
+        sequences += await prepare.sequences(serving, ids, params, n, form=form, **options)
     return sequences
 
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.protocol import Form
 from dflash_jax.sampling_params import CLOSE, OPEN
 from dflash_jax.server.grammar_walk import GrammarTokens
 
@@ -27,6 +29,22 @@ class Constraint:
     kind: str
     value: Any
     field: str
+
+    def form(self) -> Form:
+        """The constraint as engines get it.
+
+        Raises:
+            InputError: It is too long, or nested too deeply.
+        """
+        try:
+            # Keys are not sorted: the grammar follows the order of a schema's properties.
+            text = json.dumps(self.value)
+        except RecursionError:
+            raise InputError(f"{self.field} is nested too deeply") from None
+        length = len(self.value if isinstance(self.value, str) else text)
+        if length > MOST_CHARACTERS:
+            raise InputError(f"{self.field} has {length} characters: at most {MOST_CHARACTERS} are possible")
+        return Form(self.kind, text, self.field)
 
 
 def grammar_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> GrammarTokens:

@@ -1,77 +1,13 @@
 """Endpoints that act on the engine: abort, flush, and the probe that generates a token."""
 
-import asyncio
-
 from fastapi import APIRouter, Request
 
-from dflash_jax.engine.engine import EngineError, QueueFullError
-from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import native_schema
 from dflash_jax.server.answer_schema import Flushed, Status
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.serving import Serving
 
 router = APIRouter()
-
-# The probe's priority, before all that clients can choose.
-FIRST = -(2**31) - 1
-# Seconds that the probe's token may take, and seconds between two checks of other requests' tokens.
-TOKEN_S, LOOK_S = 10.0, 0.05
-# Seconds in which the engine's thread must run a command.
-COMMAND_S = 30.0
-
-
-class Probe:
-    """Tests whether the engine generates. Concurrent callers share one token."""
-
-    def __init__(self, serving: Serving):
-        self._serving = serving
-        self._task: asyncio.Task | None = None
-
-    async def failure(self) -> str | None:
-        """Why the engine does not generate; None where it does."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._test())
-        # Shielded: when one caller leaves, the others still wait.
-        return await asyncio.shield(self._task)
-
-    async def _test(self) -> str | None:
-        statistics = self._serving.engine.engine.statistics
-        before, token = statistics.new_tokens, asyncio.create_task(self._generate())
-        try:
-            async with asyncio.timeout(TOKEN_S):
-                while not token.done():
-                    await asyncio.wait({token}, timeout=LOOK_S)
-                    # When every slot is busy, tokens of other requests are sufficient proof.
-                    if self._serving.engine.engine.free_slots == 0 and statistics.new_tokens > before:
-                        return None
-                return token.result()
-        except TimeoutError:
-            return f"no token came within {TOKEN_S:g} s"
-        finally:
-            token.cancel()
-            await asyncio.gather(token, return_exceptions=True)
-
-    async def _generate(self) -> str | None:
-        llm, engine = self._serving.llm, self._serving.engine
-        sequence = llm.new_sequence([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
-        try:
-            events = engine.submit(sequence.request)
-        except QueueFullError:
-            # No place in the queue: only tokens of running requests can show that the engine generates.
-            await asyncio.sleep(TOKEN_S)
-            return f"no token came within {TOKEN_S:g} s"
-        except EngineError as e:
-            return str(e)
-        try:
-            async for event in events:
-                if event.error is not None:
-                    return str(event.error)
-        except EngineError as e:
-            return str(e)
-        finally:
-            await events.aclose()
-        return None
 
 
 @router.get("/health_generate", responses={200: {"model": Status}, 503: {"model": Status}}, response_model=None)
@@ -82,22 +18,8 @@ async def health_generate(http: Request):
         return JsonResponse({"status": f"the engine failed: {serving.failure}"}, 503)
     if not serving.is_ready:
         return JsonResponse({"status": "warming up"}, 503)
-    failure = await http.app.state.probe.failure()
+    failure = await serving.engine.ask("generate")
     return JsonResponse({"status": failure or "ok"}, 503 if failure else 200)
-
-
-async def on_engine(serving: Serving, function):
-    """Calls ``function()`` on the engine's thread.
-
-    Raises:
-        ApiError: 503, the engine is not ready or does not answer.
-    """
-    if not serving.is_ready:
-        raise ApiError(503, "the server is warming up")
-    try:
-        return await asyncio.wait_for(serving.engine.call(function), COMMAND_S)
-    except (TimeoutError, EngineError):
-        raise ApiError(503, "the engine does not answer") from None
 
 
 @router.get("/flush_cache", include_in_schema=False, response_model=None)
@@ -105,7 +27,7 @@ async def on_engine(serving: Serving, function):
 async def flush_cache(http: Request):
     """Empties the prefix cache, as in SGLang only while no request is running: otherwise 400."""
     serving: Serving = http.app.state.serving
-    if await on_engine(serving, serving.engine.engine.flush):
+    if await serving.engine.ask("flush"):
         return JsonResponse({"success": True, "message": "Cache flushed."})
     return JsonResponse({"success": False, "message": "Requests are under way: nothing was flushed."}, 400)
 
@@ -114,7 +36,7 @@ async def flush_cache(http: Request):
 async def reset_prefix_cache(http: Request):
     """Empties the prefix cache. Running requests have their own copies."""
     serving: Serving = http.app.state.serving
-    await on_engine(serving, serving.engine.engine.prefix_cache.clear)
+    await serving.engine.ask("reset")
     return JsonResponse({"success": True, "message": "Cache reset."})
 
 
@@ -126,5 +48,5 @@ async def abort_request(http: Request, body: native_schema.AbortRequest):
     """
     if not body.rid and not body.abort_all:
         raise ApiError(400, "give rid, or abort_all: true", "rid")
-    http.app.state.serving.abort(None if body.abort_all else body.rid, http.state.owner)
+    http.app.state.serving.engine.abort(http.state.owner, None if body.abort_all else body.rid)
     return JsonResponse({"success": True})

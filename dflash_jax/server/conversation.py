@@ -1,5 +1,6 @@
 """Conversations as prompts, and generated text as reasoning, content and calls."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -11,6 +12,7 @@ from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, 
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.media.parts import MediaPart
+from dflash_jax.protocol import CallEnd
 from dflash_jax.sampling_params import CLOSE, OPEN
 from dflash_jax.server import chat_schema
 from dflash_jax.server.content import has_media, text_of, with_media
@@ -132,21 +134,6 @@ class Parser:
         return "tool_calls" if called and sequence.request.finish_reason == "stop" else sequence.request.finish_reason
 
 
-class FirstCall:
-    """Ends a text after its first call, as ``ends`` of a `TextSequence`.
-
-    The text ends after a later call where min_tokens prevents it.
-    """
-
-    def __init__(self, is_thinking: bool, tools: ToolParser):
-        self._splitter, self._tools = ReasoningSplitter(is_thinking), tools
-
-    def __call__(self, text: str) -> bool:
-        """Whether the sequence ends after ``text``, the next part of it."""
-        self._tools.push(self._splitter.push(text)[1])
-        return self._tools.is_behind_call
-
-
 @dataclass
 class Conversation:
     """A conversation as token ids, and how to parse its answer.
@@ -175,10 +162,11 @@ class Conversation:
         """A parser for one choice."""
         return Parser(self.thought == "open", self._tool_parser(), shown, self.has_one_call)
 
-    def ends(self) -> FirstCall | None:
-        """The end condition of a choice beside its stop strings; None without one. Each choice needs its own."""
-        tools = self._tool_parser() if self.has_one_call else None
-        return None if tools is None else FirstCall(self.thought == "open", tools)
+    def ends(self) -> CallEnd | None:
+        """The end condition of a choice beside its stop strings; None without one."""
+        if not self.has_one_call or not self.tools:
+            return None
+        return CallEnd(self.thought == "open", self.xml, json.dumps(self.tools), self.is_forced)
 
     def _tool_parser(self) -> ToolParser | None:
         if not self.tools:

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from dflash_jax.engine.engine import QueueFullError
-from dflash_jax.errors import EngineError, InputError, UnavailableError
+from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from dflash_jax.json_text import dumped
 
 log = logging.getLogger("dflash_jax.server")

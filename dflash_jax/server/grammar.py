@@ -18,8 +18,8 @@ from dataclasses import asdict
 import numpy as np
 
 from dflash_jax.errors import InputError
+from dflash_jax.protocol import Form
 from dflash_jax.server.compilation_queue import CompilationQueue, GrammarLimits
-from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.grammar_worker import REFUSAL
@@ -200,26 +200,18 @@ class GrammarProcesses:
             with self.lock:
                 self._live.discard(process)
 
-    async def grammar(self, constraint: Constraint) -> Grammar:
-        """Compiles ``constraint``, or waits for a running compilation of the same one.
+    async def grammar(self, form: Form) -> Grammar:
+        """Compiles ``form``, or waits for a running compilation of the same one.
 
         Raises:
             InputError: It is invalid, or exceeds a limit.
             ApiError: 503, the server is busy.
         """
-        try:
-            # Keys are not sorted: the grammar follows the order of a schema's properties.
-            text = json.dumps([constraint.kind, constraint.value])
-        except RecursionError:
-            raise InputError(f"{constraint.field} is nested too deeply") from None
-        length = len(constraint.value if isinstance(constraint.value, str) else text)
-        if length > MOST_CHARACTERS:
-            raise InputError(f"{constraint.field} has {length} characters: at most {MOST_CHARACTERS} are possible")
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = hashlib.sha256(f"{form.kind} {form.value}".encode()).hexdigest()
         if (grammar := self._cached(key)) is not None:
             return grammar
         if key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(self._compiled(key, constraint))
+            self._tasks[key] = asyncio.create_task(self._compiled(key, form))
             self._waiters[key] = 0
         task = self._tasks[key]
         self._waiters[key] += 1
@@ -252,19 +244,19 @@ class GrammarProcesses:
             if not grammar.users and grammar not in self._cache.values():
                 grammar.end()
 
-    async def _compiled(self, key: str, constraint: Constraint) -> Grammar:
+    async def _compiled(self, key: str, form: Form) -> Grammar:
         async with self._queue.place():
-            grammar = await self._attempt(constraint) or await self._attempt(constraint, is_last=True)
+            grammar = await self._attempt(form) or await self._attempt(form, is_last=True)
         assert grammar is not None, "the last attempt raises"
         self._keep(key, grammar)
         return grammar
 
-    async def _attempt(self, constraint: Constraint, is_last: bool = False) -> Grammar | None:
+    async def _attempt(self, form: Form, is_last: bool = False) -> Grammar | None:
         """Compiles once; None where the nursery has died, unless this ``is_last``."""
         process = await self._forked()
         self._queue.compiling.append(process)
         try:
-            return Grammar(self, process, await self._compile(process, constraint))
+            return Grammar(self, process, await self._compile(process, form))
         except BaseException as e:
             self.end(process)
             if not isinstance(e, EOFError):
@@ -272,16 +264,16 @@ class GrammarProcesses:
             if process.reason is not None:
                 raise ApiError(503, process.reason) from None
             if process.pid is not None or is_last:
-                raise InputError(self._too_much(constraint)) from None
+                raise InputError(self._too_much(form)) from None
             self._nursery.lose(process.parent)
             return None
         finally:
             self._queue.compiling.remove(process)
 
-    def _too_much(self, constraint: Constraint) -> str:
+    def _too_much(self, form: Form) -> str:
         limits = self.limits
         return (
-            f"{constraint.field} cannot be compiled: it needs more than {limits.compile_s} s of processor time or "
+            f"{form.field} cannot be compiled: it needs more than {limits.compile_s} s of processor time or "
             f"{limits.memory_bytes >> 20} MiB, or is nested too deeply"
         )
 
@@ -300,7 +292,7 @@ class GrammarProcesses:
         except OSError:
             raise ApiError(503, "structured output is being restarted") from None
 
-    async def _compile(self, process: WorkerProcess, constraint: Constraint) -> list[str]:
+    async def _compile(self, process: WorkerProcess, form: Form) -> list[str]:
         """Has ``process`` compile.
 
         Returns:
@@ -310,8 +302,8 @@ class GrammarProcesses:
             EOFError: The process died.
         """
         limits = self.limits
-        # Not asdict: it copies the value, and recurses deeper than JSON's parser and writer.
-        request = vars(constraint) | {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
+        request = {"kind": form.kind, "value": form.value, "field": form.field}
+        request |= {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
         answer = json.loads(await process.ask(json.dumps(request).encode()))
         if "error" in answer:
             raise InputError(answer["error"])

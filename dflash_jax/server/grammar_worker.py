@@ -53,7 +53,7 @@ def _compile(tokens: GrammarTokens, frames: Frames) -> None:
     limit_memory(request["memory_bytes"])
     limit_seconds(request["compile_s"])
     try:
-        matcher, notes = tokens.matcher(request["kind"], request["value"], request["field"])
+        matcher, notes = tokens.matcher(request["kind"], json.loads(request["value"]), request["field"])
         # The first mask costs more than all others, and is the same for all sequences.
         tokens.mask(matcher)
     except (InputError, MemoryError) as e:

@@ -110,14 +110,17 @@ def response_store(args):
     return ResponseStore(args.response_store, path=args.response_store_path)
 
 
-def assemble(args, llm, store):
-    """The `Serving` of a model that the arguments describe, with a store of responses. Nothing runs yet."""
+def model_names(args) -> list[str]:
+    """The names under which clients know the model."""
+    return args.served_model_name or [args.target or "dflash-tiny"]
+
+
+def host_of(args, llm):
+    """The `EngineHost` of a model that the arguments describe. Nothing runs yet."""
     from dflash_jax.engine.service import AsyncEngine
-    from dflash_jax.server.limits import Limits
-    from dflash_jax.server.serving import Serving
+    from dflash_jax.server.engine_host import EngineHost
 
     device, engine = set_platform(args.platform), engine_of(args, llm)
-    names = args.served_model_name or [args.target or "dflash-tiny"]
     info = {
         "model_path": str(args.target or "bundled"),
         "speculative_draft_model_path": ", ".join(args.draft) if isinstance(args.draft, list) else str(args.draft),
@@ -131,16 +134,38 @@ def assemble(args, llm, store):
         "max_num_batched_tokens": engine.config.max_num_batched_tokens,
         "mem_fraction": args.mem_fraction,
     }
+    return EngineHost(llm, AsyncEngine(engine, restarts=int(args.restart_on_failure)), model_names(args)[0], info)
+
+
+def serving_of(args, llm, engine, store):
+    """The `Serving` that the arguments describe.
+
+    Args:
+        args: The arguments of `serve`.
+        llm: The model as a front knows it.
+        engine: Its `EngineClient`.
+        store: The store of responses.
+    """
+    from dflash_jax.server.limits import Limits
+    from dflash_jax.server.serving import Serving
+
     limits = Limits(
         media_body_bytes=args.max_media_body,
         logprobs=args.max_logprobs,
         unknown_fields=args.unknown_fields,
         trust_request_chat_template=args.trust_request_chat_template,
     )
-    running = AsyncEngine(engine, restarts=int(args.restart_on_failure))
     options = {"response_store": store, "stream_interval": args.stream_interval}
     options["keep_alive_s"] = args.sse_keep_alive_interval
-    return Serving(llm, running, names, limits, info=info, additions=Additions.of_arguments(args), **options)
+    return Serving(llm, engine, model_names(args), limits, additions=Additions.of_arguments(args), **options)
+
+
+def assemble(args, llm, store):
+    """The `EngineHost` and the `Serving` of a model in one process."""
+    from dflash_jax.server.engine_host import in_process
+
+    host = host_of(args, llm)
+    return host, serving_of(args, llm, in_process(host), store)
 
 
 def around(app, serving, args, tracer):
@@ -243,16 +268,17 @@ def serve(args, llm, store, listening: socket.socket, tls, origins: cors.Cors | 
     from dflash_jax.server.connections import ConnectionLimits
 
     limits = ConnectionLimits(connections=allow_connections(args.max_connections))
-    serving = assemble(args, llm, store)
+    host, serving = assemble(args, llm, store)
     warn_of_open_access(args)
     app = around(build(serving, args.api_keys, allowed_hosts(args), origins), serving, args, tracer)
     config = http_config(app, limits, tls)
-    runner = Runner(config, serving, args.drain_s, args.exit_on_failure, args.warm_up == "full")
+    runner = Runner(config, host, serving, args.drain_s, args.exit_on_failure, args.warm_up == "full")
     try:
         code = asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
     finally:
         # First: another signal may end the process here.
         store.close()
+        host.stop_workers()
         serving.stop_workers()
         transport.close(listening, args.uds)
         if tracer is not None:
@@ -270,23 +296,24 @@ class Runner:
 
     Args:
         config: Uvicorn's configuration.
-        serving: The model and its engine.
+        host: The engine's side.
+        serving: The front's side.
         drain_s: Seconds that a drain may take.
         exit_on_failure: Whether a failure of the engine drains too, and ends with code 1.
         is_full: Whether every program is compiled before the first request.
     """
 
-    def __init__(self, config, serving, drain_s: float, exit_on_failure: bool = False, is_full: bool = False):
+    def __init__(self, config, host, serving, drain_s: float, exit_on_failure: bool = False, is_full: bool = False):
         import uvicorn
 
-        self.serving, self.drain_s, self.is_full, self.code = serving, drain_s, is_full, 0
+        self.host, self.serving, self.drain_s, self.is_full, self.code = host, serving, drain_s, is_full, 0
         self.server = uvicorn.Server(config)
         self._is_stopping = False
         self._warming = threading.Thread(target=self._warm_up, name="warm-up", daemon=True)
         # Ours, so that a first signal drains.
         self.server.handle_exit = self._on_signal
         if exit_on_failure:
-            self.serving.engine.on_failure = self._on_failure
+            self.host.engine.on_failure = self._on_failure
 
     async def serve_until_drained(self, listening: socket.socket, url: str) -> int:
         """Serves ``listening``, which clients reach at ``url``: the exit code."""
@@ -294,10 +321,10 @@ class Runner:
         log.info("listening on %s, warming up", url)
         self._warming.start()
         await self.server.serve(sockets=[listening])
-        self.serving.warm_up.stop()
-        if self.serving.is_ready:
-            await asyncio.to_thread(self.serving.engine.stop)
-            self.serving.engine.engine.policy.keep()
+        self.host.warm_up.stop()
+        if self.host.is_ready:
+            await asyncio.to_thread(self.host.engine.stop)
+            self.host.engine.engine.policy.keep()
         return self.code
 
     @property
@@ -306,10 +333,10 @@ class Runner:
         return self._warming.is_alive()
 
     def _warm_up(self) -> None:
-        serving, warm = self.serving, self.serving.warm_up
+        host, serving, warm = self.host, self.serving, self.host.warm_up
         try:
             with ThreadPoolExecutor(1, "prepare") as beside:
-                prepared = beside.submit(serving.prepare)
+                prepared = beside.submit(self._prepare)
                 if self.is_full:
                     warm.all()
                     if serving.media is not None:
@@ -317,7 +344,6 @@ class Runner:
                 else:
                     warm.first(prepared.result)
                 prepared.result()
-            serving.engine.start()
         except Exception:
             log.exception("warm-up failed")
             self.code, self.server.should_exit = 1, True
@@ -325,7 +351,7 @@ class Runner:
         # Collections of garbage stop all threads. Leaving out what the start has made saves 0.15 s each.
         gc.collect()
         gc.freeze()
-        serving.is_ready = True
+        host.set_ready()
         log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, serving.name)
         if serving.media is not None and not self.is_full:
             arguments = {"target": serving.media.compile, "args": (serving.capacity,)}
@@ -338,7 +364,11 @@ class Runner:
             except Exception:
                 log.exception("the other programs are not compiled: requests go on with those that are")
             log.info("%d of %d programs compiled after %.0f s", warm.compiled, warm.total, time.monotonic() - began)
-        serving.engine.engine.policy.keep()
+        host.engine.engine.policy.keep()
+
+    def _prepare(self) -> None:
+        self.serving.prepare()
+        self.host.start_workers()
 
     def _on_signal(self, sig: int, frame) -> None:
         if self.serving.is_draining and not self._is_stopping:
@@ -378,7 +408,7 @@ class Runner:
 
     async def _end_requests(self) -> None:
         """Answers open requests with an error, and has the server cancel those that remain."""
-        stopping = asyncio.ensure_future(asyncio.to_thread(self.serving.engine.stop))
+        stopping = asyncio.ensure_future(asyncio.to_thread(self.host.engine.stop))
         deadline = self._loop.time() + ERRORS_S
         while (self.serving.in_flight or not stopping.done()) and self._loop.time() < deadline:
             await asyncio.sleep(0.02)

@@ -143,10 +143,10 @@ async def prepare_generation(
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         logprob_ids = named[i] if body.return_logprob else None
         params = prepare.sampling(sampling, most, sampling.sampling_seed, logprobs, logprob_ids)
-        grammar = await prepare.grammar(serving, prepare.constraint(sampling))
+        form = await prepare.compiled(serving, prepare.constraint(sampling))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
-        options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
+        options = {"block_size": body.block_size, "form": form, "prompt_logprobs": of_prompt}
         options |= {"priority": body.priority, "cache_salt": salts[i], "media": placed}
         options["budget"] = budget = prepare.budget([body.max_thinking_tokens])
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")

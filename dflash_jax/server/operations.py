@@ -46,7 +46,7 @@ def model_card(serving: Serving, name: str, is_anthropics: bool) -> dict:
         "object": "model",
         "created": serving.created,
         "owned_by": "dflash_jax",
-        "root": serving.info.get("model_path"),
+        "root": serving.hello.info.get("model_path"),
         "max_model_len": serving.capacity,
     }
 
@@ -103,7 +103,8 @@ async def get_version():
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(http: Request):
     """Prometheus metrics under vLLM's names."""
-    return Response(http.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = await http.app.state.serving.engine.ask("metrics")
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.post("/tokenize", responses={200: {"model": Tokens}}, response_model=None)
@@ -167,30 +168,20 @@ router.add_api_route("/docs", page_file("/docs.html"), include_in_schema=False, 
 async def server_info(http: Request):
     """The server's configuration and the engine's counters."""
     serving: Serving = http.app.state.serving
-    engine = serving.engine.engine
-    s = engine.statistics
-    drafts = max(s.drafts, 1)
-    accepted = sum((n - 1) * c for n, c in dict(s.yielded).items())
-    state = {
-        "running": engine.running,
-        "waiting": engine.waiting,
-        "usage": engine.usage,
-        "requests": dict(s.requests),
-        "rounds": s.rounds,
-        "dispatches": {f"{rows}x{spec}": c for (rows, spec), c in dict(s.dispatches).items()},
-        "avg_spec_accept_length": 1 + accepted / drafts if s.drafts else None,
-        "round_seconds": {f"{rows}x{spec}": v for (rows, spec), v in dict(engine.policy.seconds).items()},
-    }
+    figures = await serving.engine.ask("figures")
+    drafts = figures["drafts"]
+    names = ("running", "waiting", "usage", "requests", "rounds", "dispatches", "round_seconds")
+    accept_length = 1 + figures["accepted"] / drafts if drafts else None
     return JsonResponse(
         {
             "version": version("dflash-jax"),
-            **serving.info,
+            **serving.hello.info,
             "served_model_name": serving.name,
             "max_model_len": serving.capacity,
-            "max_running_requests": engine.runner.slots,
-            "warm_up": {name: getattr(serving.warm_up, name) for name in ("compiled", "failed", "total")},
-            "max_total_num_tokens": engine.positions,
-            "internal_states": [state],
+            "max_running_requests": serving.hello.slots,
+            "warm_up": figures["warm_up"],
+            "max_total_num_tokens": figures["positions"],
+            "internal_states": [{**{n: figures[n] for n in names}, "avg_spec_accept_length": accept_length}],
         }
     )
 
@@ -200,7 +191,7 @@ async def server_info(http: Request):
 async def model_info(http: Request):
     """The model's properties, for routers. The weights never change."""
     serving: Serving = http.app.state.serving
-    path = serving.info.get("model_path")
+    path = serving.hello.info.get("model_path")
     return JsonResponse(
         {
             "model_path": path,
@@ -245,32 +236,31 @@ async def load(http: Request):
     return JsonResponse({"server_load": http.app.state.serving.in_flight})
 
 
-def load_metrics(serving: Serving) -> dict:
+async def load_metrics(serving: Serving) -> dict:
     """SGLang's measures of load, of all data shards together."""
-    engine = serving.engine.engine
-    total, s = engine.positions, engine.statistics
-    used = round(engine.usage * total)
-    waiting = engine.waiting_tokens
+    figures, slots = await serving.engine.ask("figures"), serving.hello.slots
+    total, waiting = figures["positions"], figures["waiting_tokens"]
+    used = round(figures["usage"] * total)
     return {
         "timestamp": time.time(),
         "dp_rank": 0,
-        "num_running_reqs": engine.running,
-        "num_waiting_reqs": engine.waiting,
+        "num_running_reqs": figures["running"],
+        "num_waiting_reqs": figures["waiting"],
         "num_waiting_uncached_tokens": waiting,
         "num_used_tokens": used,
         "num_total_tokens": used + waiting,
         "max_total_num_tokens": total,
-        "max_running_requests": engine.runner.slots,
-        "token_usage": engine.usage,
-        "utilization": engine.running / engine.runner.slots,
-        "cache_hit_rate": s.cached_tokens / max(s.prompt_tokens, 1),
+        "max_running_requests": slots,
+        "token_usage": figures["usage"],
+        "utilization": figures["running"] / slots,
+        "cache_hit_rate": figures["cached_tokens"] / max(figures["prompt_tokens"], 1),
     }
 
 
 @router.get("/v1/loads", response_model=None)
 async def loads(http: Request):
     """Loads in the shape that SGLang's routers read."""
-    metrics = load_metrics(http.app.state.serving)
+    metrics = await load_metrics(http.app.state.serving)
     now = datetime.now(UTC).isoformat()
     return JsonResponse({"timestamp": now, "version": version("dflash-jax"), "dp_rank_count": 1, "loads": [metrics]})
 
@@ -278,7 +268,7 @@ async def loads(http: Request):
 @router.get("/get_load", response_model=None)
 async def get_load(http: Request):
     """Loads in the shape that SGLang's earlier routers read."""
-    metrics = load_metrics(http.app.state.serving)
+    metrics = await load_metrics(http.app.state.serving)
     names = {
         "num_reqs": metrics["num_running_reqs"] + metrics["num_waiting_reqs"],
         "num_waiting_reqs": metrics["num_waiting_reqs"],

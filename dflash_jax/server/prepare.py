@@ -2,22 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
+from dflash_jax import protocol
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.reasoning import open_thought
-from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.protocol import CallEnd, Form
 from dflash_jax.sampling_params import CLOSE, OPEN, SamplingParams
 from dflash_jax.server import schema
 from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
+from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import Grammar
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
+from dflash_jax.server.tools import FirstCall
 
 SEEDS = 2**32
 FIELDS = frozenset(each.name for each in fields(SamplingParams))
@@ -250,36 +252,37 @@ def check_stream(serving: Serving, body: schema.OpenAiSampling) -> None:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if not body.return_proposals:
         return
-    config, reason = serving.engine.engine.config, None
+    hello, reason = serving.hello, None
     if not body.stream:
         reason = "needs stream: true"
-    elif config.largest_block == 1:
+    elif hello.largest_block == 1:
         reason = "needs a drafter, and this server decodes without one"
-    elif not config.masks:
+    elif not hello.has_masks:
         reason = "needs the programs of structured output, and this server has none"
     if reason is not None:
         raise ApiError(400, f"return_proposals {reason}", "return_proposals")
 
 
-async def grammar(serving: Serving, constraint: Constraint | None) -> Grammar | None:
-    """Compiles a constraint. Notes of the answer name what the grammar does not enforce.
+async def compiled(serving: Serving, constraint: Constraint | None) -> Form | None:
+    """Has the engine compile a constraint. Notes of the answer name what the grammar does not enforce.
 
     Raises:
         ApiError: It is invalid, or there is no tokenizer.
     """
     if constraint is None:
         return None
-    if serving.grammar is None:
+    if serving.llm.tokenizer is None or serving.llm.tokenizer.file is None:
         raise ApiError(
             400, f"{constraint.field} needs a tokenizer.json, and this checkpoint has none", constraint.field
         )
     try:
-        compiled = await serving.grammar.grammar(constraint)
+        form = constraint.form()
+        notes = await serving.engine.compile(form)
     except InputError as e:
         raise ApiError(400, str(e), constraint.field) from None
-    for text in compiled.notes:
+    for text in notes:
         current().note(f"{constraint.field}: {text}")
-    return compiled
+    return form
 
 
 async def sequences(
@@ -290,16 +293,16 @@ async def sequences(
     *,
     block_size: BlockSize | None = None,
     priority: int = 0,
-    grammar: Grammar | None = None,
+    form: Form | None = None,
     thought: str = "none",
     budget: int | None = None,
     prompt_logprobs: int | None = None,
     cache_salt: str | None = None,
     records_drafts: bool = False,
-    ends: Callable[[], Callable[[str], bool] | None] = lambda: None,
+    ends: CallEnd | None = None,
     media: PlacedMedia | None = None,
     encodes_media: bool = True,
-) -> list[TextSequence]:
+) -> list[RemoteSequence]:
     """Makes the sequences of a prompt, one for each choice. Their seeds are s, s + 1 and so on.
 
     Images and videos are encoded last, when no value is invalid.
@@ -313,46 +316,62 @@ async def sequences(
         n: Choices.
         block_size: Most tokens of a round, or "auto"; None: the server's.
         priority: Lower values are served first.
-        grammar: Form of the text; None: any.
+        form: The compiled form of the text; None: any.
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
         budget: Most tokens of the thought, those in the prompt after the opening tag included.
         prompt_logprobs: Likeliest tokens of each prompt position; None: none.
         cache_salt: Only prompts with the same salt share cached prefixes.
         records_drafts: Whether pieces have the drafts of each round.
-        ends: Makes the ``ends`` of each `TextSequence`.
+        ends: What ends a text beside its stop strings.
         media: Images and videos of the prompt.
         encodes_media: Whether the vision tower runs; not for sequences that no engine gets.
 
     Raises:
         ApiError: A value is invalid.
     """
-    options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
-    options["client"] = current().client
-    options["records_drafts"] = records_drafts
-    if media is not None:
-        options |= {"media": media.prompt, "preparation": media.seconds}
     vocabulary = serving.llm.config.vocab_size
     if outside := [i for i in params.stop_token_ids if i >= vocabulary]:
         # Clients send token ids of another model. vLLM and SGLang accept them, too.
         current().note(f"stop_token_ids: {outside[0]} is out of vocabulary, and never ends a text")
         params = replace(params, stop_token_ids=tuple(i for i in params.stop_token_ids if i < vocabulary))
+    bound = None
     if budget is not None and thought != "none" and serving.llm.tokenizer is not None:
         encode = serving.llm.tokenizer.encode_plain
         blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
         # As in vLLM and SGLang, the part of the thought in the prompt counts.
         used = (open_thought(prompt, *tags) or 0) if thought == "open" else 0
-        options["budget"] = ThinkingBudget(max(0, budget - used), *tags, thought == "open", blank)
+        bound = ThinkingBudget(max(0, budget - used), *tags, thought == "open", blank)
+    shared = protocol.Prompt(
+        list(prompt),
+        protocol.params_fields(params),
+        serving.llm.block_size if block_size is None else block_size,
+        priority,
+        prompt_logprobs,
+        cache_salt or "",
+        form,
+        thought,
+        bound,
+        records_drafts,
+        ends,
+        *((None, {}) if media is None else (media.prompt, media.seconds)),
+    )
     prepared, first_seed = [], params.seed or 0
     for i in range(n):
-        mask = None if grammar is None else grammar.mask(thought)
         choice_params = replace(params, seed=(first_seed + i) % SEEDS)
         try:
-            sequence = serving.llm.new_sequence(prompt, choice_params, block_size, mask=mask, ends=ends(), **options)
+            sequence = serving.llm.sequence(
+                prompt,
+                choice_params,
+                block_size,
+                must_end=form is not None,
+                kind=RemoteSequence,
+                ends=None if ends is None else FirstCall(ends),
+                prompt_logprobs=prompt_logprobs,
+                preparation=shared.preparation,
+            )
         except InputError as e:
-            if mask is not None:
-                mask.close()
             raise ApiError(400, str(e), field_of(str(e))) from None
-        current().prepared.add(sequence)
+        sequence.prompt = shared
         prepared.append(sequence)
         await asyncio.sleep(0)
     if media is not None and serving.media is not None and encodes_media:

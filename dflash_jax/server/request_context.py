@@ -52,7 +52,6 @@ class RequestContext:
         is_answered: Whether the whole answer is sent.
         began: When it began, in seconds since the epoch.
         notes: Notes to the client, each in a header of the answer.
-        prepared: Sequences that the engine does not have yet. They are closed at the end of the request.
         sequences: Sequences that the engine got.
         submitted: Set when the engine has got all of them: no value of the request is wrong then.
         endings: Called when the request ends, however it ends.
@@ -74,7 +73,6 @@ class RequestContext:
     is_answered: bool = False
     began: float = field(default_factory=time.time)
     notes: list[str] = field(default_factory=list)
-    prepared: set[TextSequence] = field(default_factory=set)
     sequences: list[TextSequence] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     endings: ExitStack = field(default_factory=ExitStack)
@@ -125,29 +123,26 @@ class RequestContext:
         values = [*((NOTE_HEADER, text) for text in self.notes), (ID_HEADER, self.returned_id)]
         return [(name.encode("ascii"), value.encode("ascii")) for name, value in values if value is not None]
 
-    def submit(self, sequence: TextSequence) -> None:
-        """Notes that the engine gets a sequence."""
-        self.prepared.discard(sequence)
-        self.sequences.append(sequence)
-        if not self.prepared:
-            self.submitted.set()
-        for observe in self.on_begin:
-            observe(self, sequence)
+    def submit(self, sequences: Sequence[TextSequence]) -> None:
+        """Notes that the engine has the sequences."""
+        self.sequences += sequences
+        self.submitted.set()
+        for sequence in sequences:
+            for observe in self.on_begin:
+                observe(self, sequence)
 
     def end(self) -> None:
-        """Closes sequences that the engine did not get, and calls the endings and the observers.
+        """Calls the endings and the observers.
 
         The sequences are left out then: what was started for the request, such as a process, keeps its context.
         """
-        with self.endings:
-            for sequence in self.prepared:
-                sequence.request.close()
+        self.endings.close()
         try:
             for observe in self.on_end if self.sequences else ():
                 observe(self)
         finally:
-            for sequences in (self.prepared, self.sequences, self.ids):
-                sequences.clear()
+            self.sequences.clear()
+            self.ids.clear()
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("request", default=None)

@@ -5,22 +5,17 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
-from dflash_jax.engine.config import NO_DRAFTER, Speculation
-from dflash_jax.engine.request import Event
-from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.engine.warm_up import WarmUp
-from dflash_jax.errors import EngineError, UnavailableError
-from dflash_jax.frontend.llm import LLM
-from dflash_jax.frontend.sequence import Piece, TextSequence
+from dflash_jax.errors import EngineError
+from dflash_jax.frontend.prompts import Prompts
+from dflash_jax.frontend.sequence import Piece
+from dflash_jax.protocol import Event
 from dflash_jax.server.additions import Additions
 from dflash_jax.server.body import Bodies
 from dflash_jax.server.capacity import FairCapacity
-from dflash_jax.server.constraint import grammar_tokens
+from dflash_jax.server.engine_client import EngineClient, RemoteSequence
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
 from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
-from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.request_context import RequestContext, current
 from dflash_jax.server.response_store import Responses, ResponseStore
 from dflash_jax.server.templates import Templates
@@ -30,8 +25,6 @@ from dflash_jax.server.texts import Texts
 ANY_MODEL = "default"
 # Items of a conversation that are parsed or written in one step.
 STEP_ITEMS = 512
-# Sequences of a request that begin or end in one step.
-STEP_SEQUENCES = 64
 # Stored items of conversations that are parsed at a time, of those that have more than `STEP_ITEMS`. Each is several
 # objects in up to three forms, and a collection of garbage, which stops all threads, takes 0.1 s for a million objects.
 LONG_ITEMS = 2**14
@@ -45,26 +38,27 @@ class _Spacing:
     The first and the last event and an error are passed on at once.
     """
 
-    def __init__(self, sequence: TextSequence, interval: int):
+    def __init__(self, sequence: RemoteSequence, interval: int):
         self._sequence, self._interval, self._is_first = sequence, interval, True
-        self._events, self._count = [], 0
+        self._events: list[Event] = []
+        self._count = 0
 
     def push(self, events: Sequence[Event]) -> Iterator[Piece]:
         """Yields the piece that these events complete, if any. Raises the error that ended the request, if one did."""
         end = events[-1]
-        fine = events if end.error is None else events[:-1]
+        fine = events if end.failure is None else events[:-1]
         self._events += fine
         self._count += sum(len(event.tokens) for event in fine)
-        is_last = end.finish_reason is not None or end.error is not None
+        is_last = end.finish_reason is not None or end.failure is not None
         if self._events and (self._is_first or is_last or self._count >= self._interval):
             first, *later = [self._take(e) for e in self._events]
             self._is_first, self._events, self._count = False, [], 0
             yield first.joined(*later) if later else first
-        if end.error is not None:
+        if end.failure is not None:
             self._take(end)
 
     def _take(self, event: Event) -> Piece:
-        self._sequence.take(event)
+        self._sequence.receive(event)
         self._sequence.raise_failure()
         return self._sequence.pieces.popleft()
 
@@ -74,23 +68,19 @@ class Serving:
 
     Attributes:
         llm: The model.
-        engine: The engine on its own thread.
+        engine: The engine.
+        hello: What the engine said first.
         names: Names of the model.
         limits: Limits of a request.
         response_store: Stored responses.
-        info: What /server_info shows beside counters.
         stream_interval: Tokens between two pieces of a text. The first and the last piece never wait.
         keep_alive_s: Seconds without an event after which a stream says that it goes on; 0 for never.
         additions: Additions to all answers.
         created: When the server started, in seconds since the epoch.
-        warm_up: Compiles the engine's programs.
-        is_ready: Whether requests are answered.
         is_draining: Whether the server shuts down.
         requests: HTTP requests for text without a complete answer.
         bodies: The bodies of all requests.
         long_conversations: Stored items that are parsed, of long conversations.
-        metrics: Prometheus metrics.
-        grammar: Structured output; None without a tokenizer's file.
         templates: Chat templates; None without a tokenizer.
         texts: Tokenisation.
         media: Images and videos; None for a model of text.
@@ -98,11 +88,10 @@ class Serving:
 
     def __init__(
         self,
-        llm: LLM,
-        engine: AsyncEngine,
+        llm: Prompts,
+        engine: EngineClient,
         names: Sequence[str],
         limits: Limits = DEFAULT_LIMITS,
-        info=None,
         response_store: Responses | None = None,
         stream_interval: int = 1,
         additions: Additions | None = None,
@@ -110,21 +99,16 @@ class Serving:
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
         self.response_store: Responses = ResponseStore() if response_store is None else response_store
-        self.info: dict = info or {}
+        assert engine.hello is not None, "the engine has not said hello"
+        self.hello = engine.hello
         self.stream_interval, self.additions = stream_interval, additions or Additions()
         self.keep_alive_s = keep_alive_s
         self.created = int(time.time())
-        self.warm_up = WarmUp(engine.engine)
-        self.is_ready, self.is_draining = False, False
+        self.is_draining = False
         self.requests: set[RequestContext] = set()
         self.bodies, self._turns = Bodies(self.turn), asyncio.Lock()
         self._long_steps = FairCapacity(1, "the reading of large bodies")
         self.long_conversations = FairCapacity(LONG_ITEMS, "the reading of long conversations", WAITING)
-        self.metrics = Metrics(self.name, engine)
-        self.grammar = None
-        if llm.tokenizer is not None and llm.tokenizer.file is not None:
-            tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
-            self.grammar = GrammarProcesses(tokens)
         self.templates = Templates(llm.tokenizer) if llm.tokenizer is not None else None
         self.texts = Texts(llm, self.capacity)
         self.media = RequestMedia(llm.media) if llm.media is not None else None
@@ -137,9 +121,8 @@ class Serving:
             _ = self.llm.tokenizer.longest_token
         if self.templates is not None:
             self.templates.start()
-        for processes in (self.grammar, self.media):
-            if processes is not None:
-                processes.start()
+        if self.media is not None:
+            self.media.start()
 
     async def turn(self) -> None:
         """Lets everything else that waits run once. Await it before a step that takes the event loop milliseconds."""
@@ -188,7 +171,7 @@ class Serving:
     @property
     def capacity(self) -> int:
         """Positions of a slot."""
-        return self.engine.engine.runner.capacity
+        return self.hello.capacity
 
     def most_body_bytes(self, path: str) -> int:
         """Most bytes of the body of a request to ``path``."""
@@ -196,29 +179,18 @@ class Serving:
         return max(limits.body_bytes, limits.media_body_bytes) if takes_media else limits.body_bytes
 
     @property
-    def clock(self) -> float:
-        """The engine's clock, in seconds."""
-        return self.engine.engine.runner.clock
-
-    @property
-    def plain_round_s(self) -> float | None:
-        """Measured seconds of a plain round with as many sequences as run now; None where none was measured."""
-        engine = self.engine.engine
-        sequences_per_shard = max(1, -(-engine.running // engine.runner.shards))
-        batch_size = next((n for n in engine.runner.batch_sizes() if n >= sequences_per_shard), sequences_per_shard)
-        measured = [engine.policy.seconds.get((batch_size, spec)) for spec in (Speculation(1), NO_DRAFTER)]
-        return min((seconds for seconds in measured if seconds is not None), default=None)
+    def is_ready(self) -> bool:
+        """Whether the engine takes requests."""
+        return self.engine.state.is_ready
 
     @property
     def failure(self) -> str | None:
         """Why the engine has failed; None while it works."""
-        if self.is_ready and not self.engine.is_alive:
-            return "its thread has ended"
-        return self.engine.engine.failure
+        return self.engine.state.failure
 
     def stop_workers(self) -> None:
-        """Ends the processes of templates, grammars, images and videos, for good."""
-        for processes in (self.templates, self.grammar, self.media):
+        """Ends the processes of templates, images and videos, for good."""
+        for processes in (self.templates, self.media):
             if processes is not None:
                 processes.stop()
 
@@ -252,109 +224,45 @@ class Serving:
             raise TooLongError(message, param)
         return room if most is None else most
 
-    def abort(self, request_id: str | None, owner: bytes) -> None:
-        """Ends all sequences of the owner's request with that id; None: of all of the owner's requests."""
-        for context in [context for context in self.requests if context.owner == owner]:
-            for sequence in context.sequences:
-                is_meant = request_id in (None, context.ids.get(sequence, context.answer_id))
-                if is_meant and sequence.request.finish_reason is None:
-                    self.engine.abort(sequence.request)
-
-    async def pieces(self, sequence: TextSequence) -> AsyncIterator[Piece]:
+    async def pieces(self, sequence: RemoteSequence) -> AsyncIterator[Piece]:
         """Yields the pieces of a sequence. Closing the iterator aborts the sequence."""
         async with contextlib.aclosing(self.merged([sequence])) as pieces:
             async for _, piece in pieces:
                 yield piece
 
-    async def _events(self, sequence: TextSequence) -> AsyncGenerator[list[Event], None]:
-        batches = self.engine.submit_batched(sequence.request)
-        current().submit(sequence)
-        try:
-            async for events in batches:
-                for event in events:
-                    self.metrics.observe(event)
-                yield events
-                if events[-1].error is not None:
-                    return
-            self.metrics.finish(sequence)
-        finally:
-            self.metrics.forget(sequence)
-            await batches.aclose()
-
-    async def run(self, sequences: Sequence[TextSequence]) -> None:
+    async def run(self, sequences: Sequence[RemoteSequence]) -> None:
         """Runs all sequences to their ends."""
         async for _ in self.merged(sequences):
             pass
 
-    async def merged(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def merged(self, sequences: Sequence[RemoteSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces.
 
         Pieces of an earlier run of the request come first. A consumer that asks for the next piece has sent all events
         of the one before. Everything else that waits has a turn between two pieces, however many are there already.
         """
         run = current().run
-        over = run.ended()
-        # All of them or none, since a part would run for nothing; and before the first event of a resumed stream, whose
-        # refusal then sets the status, so that another server may go on.
-        with self.engine.reserved([sequence.request for i, sequence in enumerate(sequences) if i not in over]):
-            for i, piece in run.replayed(sequences):
-                yield i, piece
-                await asyncio.sleep(0)
-            await run.end_replay()
-            try:
-                async with contextlib.aclosing(self._live(sequences)) as pieces:
-                    async for i, piece in pieces:
+        over, replayed = run.ended(), list(run.replayed(sequences))
+        places = [i for i in range(len(sequences)) if i not in over]
+        try:
+            # All of them or none, since a part would run for nothing; and before the first event of a resumed stream,
+            # whose refusal then sets the status, so that another server may go on.
+            async with self.engine.submitted([sequences[i] for i in places]) as inbox:
+                current().submit([sequences[i] for i in places])
+                for i, piece in replayed:
+                    yield i, piece
+                    await asyncio.sleep(0)
+                await run.end_replay()
+                spacings = {i: _Spacing(sequences[i], self.stream_interval) for i in places}
+                while spacings:
+                    place, events = await inbox.get()
+                    i = places[place]
+                    for piece in spacings[i].push(events):
                         yield i, piece
                         await run.record(i, sequences[i], piece)
                         await asyncio.sleep(0)
-            except (EngineError, UnavailableError):
-                await run.lose()
-                raise
-
-    async def _live(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
-        """`merged` of what the engine generates."""
-        places = [i for i, sequence in enumerate(sequences) if sequence.request.finish_reason is None]
-        spacings = {i: _Spacing(sequences[i], self.stream_interval) for i in places}
-        if len(places) == 1:
-            (i,) = places
-            async with contextlib.aclosing(self._events(sequences[i])) as batches:
-                async for events in batches:
-                    for piece in spacings[i].push(events):
-                        yield i, piece
-            return
-        queue: asyncio.Queue = asyncio.Queue()
-
-        async def feed(i: int) -> None:
-            try:
-                async with contextlib.aclosing(self._events(sequences[i])) as batches:
-                    async for events in batches:
-                        queue.put_nowait((i, events))
-                queue.put_nowait((i, None))
-            except Exception as e:
-                queue.put_nowait((i, e))
-
-        tasks, unfinished = [], len(places)
-        try:
-            for first in range(0, len(places), STEP_SEQUENCES):
-                tasks += [asyncio.create_task(feed(i)) for i in places[first : first + STEP_SEQUENCES]]
-                await asyncio.sleep(0)
-            while unfinished:
-                i, item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    unfinished -= 1
-                else:
-                    for piece in spacings[i].push(item):
-                        yield i, piece
-        finally:
-            try:
-                for first in range(0, len(tasks), STEP_SEQUENCES):
-                    step = tasks[first : first + STEP_SEQUENCES]
-                    for task in step:
-                        task.cancel()
-                    await asyncio.gather(*step, return_exceptions=True)
-            finally:
-                # All of them, even where this task is cancelled meanwhile.
-                for task in tasks:
-                    task.cancel()
+                    if events[-1].finish_reason is not None:
+                        del spacings[i]
+        except EngineError:
+            await run.lose()
+            raise

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from dflash_jax.frontend.reasoning import partial_marker
+from dflash_jax.frontend.reasoning import ReasoningSplitter, partial_marker
 from dflash_jax.json_text import loaded, reworded, word
+from dflash_jax.protocol import CallEnd
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.S)
@@ -343,3 +344,19 @@ def joined(deltas: Sequence[CallDelta]) -> list[dict]:
         )
         call["function"]["arguments"] += d.arguments
     return list(calls.values())
+
+
+class FirstCall:
+    """Ends a text after its first call, as ``ends`` of a `TextSequence`.
+
+    The text ends after a later call where min_tokens prevents it.
+    """
+
+    def __init__(self, end: CallEnd):
+        self._splitter = ReasoningSplitter(end.is_thinking)
+        self._tools = ToolParser(end.is_xml, json.loads(end.tools), end.is_forced)
+
+    def __call__(self, text: str) -> bool:
+        """Whether the sequence ends after ``text``, the next part of it."""
+        self._tools.push(self._splitter.push(text)[1])
+        return self._tools.is_behind_call

@@ -159,9 +159,9 @@ def mock_engine(llm: LLM, args, slots: int) -> Engine:
 class Measurement:
     """One engine, its server, and what its process and threads take."""
 
-    def __init__(self, args, serving, url: str, streams: int):
-        self.args, self.serving, self.url, self.streams = args, serving, url, streams
-        self.runner, self.statistics = serving.engine.engine.runner, serving.engine.engine.statistics
+    def __init__(self, args, host, url: str, streams: int):
+        self.args, self.host, self.url, self.streams = args, host, url, streams
+        self.runner, self.statistics = host.engine.engine.runner, host.engine.engine.statistics
 
     async def directly(self) -> dict:
         """The engine driven by tasks of this process."""
@@ -169,8 +169,8 @@ class Measurement:
         async def ready(i: int) -> Ask:
             async def ask(seed: int, count: int) -> None:
                 params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.7, seed=seed)
-                request = self.serving.llm.new_sequence(PROMPTS[i % len(PROMPTS)], params, "auto").request
-                async for _ in self.serving.engine.submit(request):
+                request = self.host.llm.new_sequence(PROMPTS[i % len(PROMPTS)], params, "auto").request
+                async for _ in self.host.engine.submit(request):
                     pass
                 assert len(request.tokens) == count
 
@@ -249,11 +249,14 @@ async def measure(args, llm: LLM, streams: int) -> list[dict]:
     from dflash_jax.engine.service import AsyncEngine
     from dflash_jax.server.app import build
     from dflash_jax.server.connections import protocol
+    from dflash_jax.server.engine_host import EngineHost, in_process
     from dflash_jax.server.serving import Serving
 
-    serving = Serving(llm, AsyncEngine(mock_engine(llm, args, streams)).start(), ["mock"])
+    host = EngineHost(llm, AsyncEngine(mock_engine(llm, args, streams)), "mock")
+    host.set_ready()
+    serving = Serving(llm, in_process(host), ["mock"])
     serving.prepare()
-    serving.is_ready = True
+    host.start_workers()
     options = {"lifespan": "off", "log_level": "warning", "ws": "none", "access_log": False}
     # uvicorn calls it, and a class is not needed for that.
     http = cast("type[asyncio.Protocol]", protocol())
@@ -265,14 +268,15 @@ async def measure(args, llm: LLM, streams: int) -> list[dict]:
     gc.collect()
     gc.freeze()
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    measurement = Measurement(args, serving, url, streams)
+    measurement = Measurement(args, host, url, streams)
     try:
         rows = [await measurement.directly(), await measurement.over_http(False)]
-        return [*rows, *([await measurement.over_http(True)] if serving.grammar else [])]
+        return [*rows, *([await measurement.over_http(True)] if host.grammar else [])]
     finally:
         server.should_exit = True
         await task
-        serving.engine.stop()
+        host.engine.stop()
+        host.stop_workers()
         serving.stop_workers()
 
 

@@ -26,16 +26,16 @@ PROMPTS = ["def read_config(path):", "class Parser:", "import os\n", "def main(a
 FORM = "(?s:.){1,100000}"
 
 
-async def direct(serving, new: int, count: int, block, grammar: bool = False) -> float:
+async def direct(host, new: int, count: int, block, grammar: bool = False) -> float:
     from dflash_jax.server.constraint import Constraint
 
     params = SamplingParams(temperature=0.7, max_tokens=new, ignore_eos=True)
-    compiled = await serving.grammar.grammar(Constraint("regex", FORM, "regex")) if grammar else None
+    compiled = await host.grammar.grammar(Constraint("regex", FORM, "regex").form()) if grammar else None
 
     async def one(i: int) -> int:
         mask = compiled.mask() if compiled else None
-        row = serving.llm.new_sequence(PROMPTS[i % len(PROMPTS)], replace(params, seed=i), block, mask=mask)
-        async for event in serving.engine.submit(row.request):
+        row = host.llm.new_sequence(PROMPTS[i % len(PROMPTS)], replace(params, seed=i), block, mask=mask)
+        async for event in host.engine.submit(row.request):
             row.take(event)
         return len(row.request.tokens)
 
@@ -101,13 +101,15 @@ async def run(args) -> None:
     from dflash_jax.engine.service import AsyncEngine
     from dflash_jax.engine.warm_up import warm_up
     from dflash_jax.server.app import build
+    from dflash_jax.server.engine_host import EngineHost, in_process
     from dflash_jax.server.serving import Serving
 
     llm = LLM(slots=args.concurrency)
     engine = llm.new_engine(llm.programs, args.concurrency, 1024, max_queue=1024, masks=True)
     warm_up(engine)
-    serving = Serving(llm, AsyncEngine(engine).start(), ["tiny"])
-    serving.is_ready = True
+    host = EngineHost(llm, AsyncEngine(engine), "tiny")
+    host.set_ready()
+    serving = Serving(llm, in_process(host), ["tiny"])
     server = uvicorn.Server(
         uvicorn.Config(build(serving), port=0, lifespan="off", log_level="warning", timeout_keep_alive=600)
     )
@@ -122,13 +124,13 @@ async def run(args) -> None:
         before = scheduler.MAX_ROUNDS, scheduler.MIN_ROUNDS
         scheduler.MAX_ROUNDS = scheduler.MIN_ROUNDS = 1
         try:
-            return await direct(serving, args.new_tokens, args.concurrency, 1, masked)
+            return await direct(host, args.new_tokens, args.concurrency, 1, masked)
         finally:
             scheduler.MAX_ROUNDS, scheduler.MIN_ROUNDS = before
 
     for i in range(args.runs + 1):
         measured = {
-            "engine": await direct(serving, args.new_tokens, count, "auto"),
+            "engine": await direct(host, args.new_tokens, count, "auto"),
             "http": await over_http(url, args),
             "http, streaming": await over_http(url, args, "--stream"),
             "one round a dispatch": await one_round(False),
@@ -140,7 +142,8 @@ async def run(args) -> None:
     firsts = await over_http(url, args, "--first", "--streams", str(args.streams)) if args.streams else None
     server.should_exit = True
     await task
-    serving.engine.stop()
+    host.engine.stop()
+    host.stop_workers()
     serving.stop_workers()
     middle = {name: statistics.median(values) for name, values in found.items()}
     for name, value in middle.items():

@@ -13,9 +13,10 @@ import uvicorn
 from dflash_jax.cluster import routing
 from dflash_jax.cluster.ingress import Ingress
 from dflash_jax.cluster.member import Member, SharedResponses
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import NAME, Running, llm, started, wait_until
+from tests.server.conftest import NAME, Running, hosted, llm, started, wait_until
 
 __all__ = ["llm"]
 SECRET = "between replicas"
@@ -96,9 +97,9 @@ class Cluster:
             return await getattr(self._store, name)(*arguments)
 
         shared = SharedResponses(self._store.size, call)
-        serving = Serving(self._llm, self._engine, [NAME, "tiny"], response_store=shared)
-        serving.is_ready, name = True, f"replica-{next(self._numbers)}"
-        replica = Running(serving, around=lambda app: Member(self.cut.around(app, name), SECRET))
+        host, name = hosted(self._llm, self._engine, NAME), f"replica-{next(self._numbers)}"
+        serving = Serving(self._llm, in_process(host), [NAME, "tiny"], response_store=shared)
+        replica = Running(serving, host, around=lambda app: Member(self.cut.around(app, name), SECRET))
         self.replicas[name] = replica
         self._on_loop(lambda: self.ingress.replicas.join(name, replica.url))
         return name

@@ -3,8 +3,9 @@
 import pytest
 
 from dflash_jax.models import families
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import Running, llm, started
+from tests.server.conftest import Running, hosted, llm, started
 
 __all__ = ["llm", "server"]
 
@@ -19,9 +20,9 @@ def families_of_a_page_are_its_own(monkeypatch):
 def server(llm):
     """A server without a warm-up: programs are compiled when a request needs them."""
     engine = started(llm, prepared=False)
-    serving = Serving(llm, engine, ["dflash-tiny"], info={"model_path": "bundled"})
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(llm, engine, info={"model_path": "bundled"})
+    serving = Serving(llm, in_process(host), ["dflash-tiny"])
+    running = Running(serving, host)
     yield running
     running.stop()
     engine.stop()

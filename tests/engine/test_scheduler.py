@@ -8,10 +8,9 @@ import pytest
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import turns
 from dflash_jax.engine.config import EngineConfig, prefill_config
-from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.prefix_cache import BLOCK
 from dflash_jax.engine.request import ReadyMasks
-from dflash_jax.errors import EngineError, InputError
+from dflash_jax.errors import EngineError, InputError, QueueFullError
 from tests.engine.mock_runner import END, VOCAB, engine, expected, request, run
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine import service
-from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.errors import EngineError, InputError, UnavailableError
+from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from tests.engine.mock_runner import engine, expected, next_token, request
 
 
@@ -166,7 +165,7 @@ def test_it_restarts_by_itself_as_often_as_it_may():
             while not failures:
                 await asyncio.sleep(0.001)
             with pytest.raises(UnavailableError, match="out of memory"):
-                running.submit(request([1], 2))
+                await collect(running, request([1], 2))
         assert failures == ["RuntimeError: out of memory"]
 
     async def anext_error(events):
@@ -225,7 +224,7 @@ def test_who_left_or_has_all_of_its_answer_takes_no_place():
         reading = asyncio.ensure_future(anext(left))
         await asyncio.to_thread(is_held.wait)
         with pytest.raises(QueueFullError):
-            running.submit(request([2], 5))
+            await collect(running, request([2], 5))
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await left.aclose()
@@ -247,52 +246,30 @@ def test_who_left_or_has_all_of_its_answer_takes_no_place():
 
 def test_several_requests_have_places_all_or_none():
     async def main():
-        running = AsyncEngine(slow(slots=2, max_queue=3)).start()
+        running, messages = AsyncEngine(slow(slots=2, max_queue=3)).start(), []
 
-        def reserved(count):
-            return running.reserved([request([i + 1]) for i in range(count)])
+        def begun(count):
+            requests = [request([i + 1], ENDLESS) for i in range(count)]
+            running.begin(requests, lambda request, message: messages.append(request))
+            return requests
 
         with pytest.raises(InputError, match="6 sequences at once do not fit into 2 slots and 3 places in the queue"):
-            reserved(6).__enter__()
-        with reserved(5):
-            pass
-        endless = asyncio.create_task(collect(running, request([7], ENDLESS)))
-        await asyncio.sleep(0)
-        with reserved(4):
-            pass
+            begun(6)
+        running.leave(begun(5))
+        one = begun(1)
         with pytest.raises(QueueFullError):
-            reserved(5).__enter__()
-        endless.cancel()
-        await asyncio.gather(endless, return_exceptions=True)
-        with reserved(5):
-            pass
+            begun(5)
+        four = begun(4)
+        # Nothing is left of those that were refused.
+        assert running.open_requests == 5
+        running.leave(one)
+        running.leave(four)
+        assert running.open_requests == 0
+        running.leave(begun(5))
         await asyncio.to_thread(running.stop)
-
-    run(main())
-
-
-def test_reserved_places_are_not_for_others_until_they_are_given_back():
-    async def main():
-        running = AsyncEngine(slow(slots=2, max_queue=2)).start()
-        requests = [request([i + 1], 5) for i in range(3)]
-        with running.reserved(requests):
-            # Beside three of four places, one other request has room.
-            other = asyncio.create_task(collect(running, request([7], ENDLESS)))
-            await asyncio.sleep(0)
-            with pytest.raises(QueueFullError):
-                running.submit(request([8]))
-            tasks = [asyncio.create_task(collect(running, each)) for each in requests[:2]]
-            await asyncio.sleep(0)
-            # Those that are submitted have the places that they had reserved.
-            with pytest.raises(QueueFullError):
-                running.submit(request([8]))
-            assert await asyncio.gather(*tasks) == [text([1], 5), text([2], 5)]
-        # The third was not submitted.
-        with running.reserved([request([i + 1]) for i in range(3)]):
-            pass
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
-        await asyncio.to_thread(running.stop)
+        with pytest.raises(UnavailableError):
+            begun(1)
+        assert running.open_requests == 0
 
     run(main())
 
@@ -319,7 +296,8 @@ async def refused(running: AsyncEngine) -> None:
     """Returns when the engine takes no more requests."""
     with contextlib.suppress(UnavailableError):
         while True:
-            running.submit(request([7]))
+            # None of them is begun while the engine takes requests.
+            running.check([request([7])])
             await asyncio.sleep(0.001)
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.engine import engine as engine_module
-from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.turns import KEPT_ACCOUNTS, Turns
+from dflash_jax.errors import QueueFullError
 from tests.engine.mock_runner import engine, expected, request, run
 
 

@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.engine import EngineError
 from dflash_jax.engine.round_costs import NO_RECORD
+from dflash_jax.errors import EngineError
 from dflash_jax.frontend import generation
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.sequence import Piece

@@ -16,11 +16,12 @@ from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
 from dflash_jax.training.corpus import standard_library
 from dflash_jax.training.evaluation import acceptance, held_out_prompts
 from tests.mtp_context import assert_contexts
-from tests.server.conftest import SCHEMA, Running
+from tests.server.conftest import SCHEMA, Running, hosted
 
 HEAD, DRAFTER = Speculation(4, 0), Speculation(4, 1)
 HEAD_ALONE, DRAFTER_ALONE = HEAD._replace(is_alone=True), DRAFTER._replace(is_alone=True)
@@ -138,9 +139,9 @@ def test_a_servers_grammar_gives_the_plain_text_with_both(llm, rounds, monkeypat
     monkeypatch.setattr(model_runner, "BATCH_SIZES", (4,))
     rounds.append(Speculation(1))
     engine = AsyncEngine(llm.new_engine(llm.programs, 4, 256, masks=True)).start()
-    serving = Serving(llm, engine, ["tiny"], info={"model_path": "bundled"})
-    serving.is_ready = True
-    running, texts = Running(serving), []
+    host = hosted(llm, engine, info={"model_path": "bundled"})
+    serving = Serving(llm, in_process(host), ["tiny"])
+    running, texts = Running(serving, host), []
     try:
         for specs in ([Speculation(1)], [HEAD, DRAFTER]):
             rounds[:] = specs

@@ -13,8 +13,9 @@ from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.drafting import DrafterWrapper, Proposal
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import Running
+from tests.server.conftest import Running, hosted
 
 BLOCK = 4
 PROMPTS = ["def area(w, h):", "class Parser:", "import os", "x = 1", "for i in", "return", "# TODO"]
@@ -82,9 +83,9 @@ def test_auto_begins_with_predicted_costs(llm):
 
 def test_a_server_of_that_llm_answers_with_the_plain_text(llm):
     engine = AsyncEngine(llm.new_engine(llm.programs, 4, 256)).start()
-    serving = Serving(llm, engine, ["tiny"])
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(llm, engine)
+    serving = Serving(llm, in_process(host), ["tiny"])
+    running = Running(serving, host)
     try:
         (plain,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=24), 1)
         answer = running.post("/v1/completions", prompt=PROMPTS[0], temperature=0, max_tokens=24, block_size=BLOCK)

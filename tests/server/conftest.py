@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from functools import cache
 
 import httpx
@@ -18,6 +19,7 @@ from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.server.app import build
 from dflash_jax.server.connections import ConnectionLimits, protocol
 from dflash_jax.server.cors import Cors
+from dflash_jax.server.engine_host import EngineHost, in_process
 from dflash_jax.server.serving import Serving
 
 NAME = "Qwen/Qwen3.6-35B-A3B"
@@ -52,19 +54,25 @@ def wait_until(holds, seconds: float = 120) -> bool:
     return found
 
 
+# Servers of each host.
+USES: Counter[EngineHost] = Counter()
+
+
 class Running:
     """A server that was started; ``url`` ends with its port. ``around`` makes another application of ours."""
 
     def __init__(
         self,
         serving: Serving,
+        host: EngineHost,
         api_key: str | None = None,
         hosts: tuple[str, ...] | None = None,
         connections: ConnectionLimits | None = None,
         cors: Cors | None = None,
         around=lambda app: app,
     ):
-        self.serving = serving
+        self.serving, self.host = serving, host
+        USES[host] += 1
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         app = around(build(serving, [api_key] if api_key else (), hosts, cors))
@@ -93,6 +101,9 @@ class Running:
         self._server.should_exit = True
         self._thread.join()
         self.serving.stop_workers()
+        USES[self.host] -= 1
+        if not USES[self.host]:
+            self.host.stop_workers()
 
     def kill(self) -> None:
         """Ends it as SIGKILL does: nothing listens any more, and all connections break."""
@@ -108,7 +119,7 @@ class Running:
 
     def idle(self) -> bool:
         """Whether every slot comes back."""
-        engine = self.serving.engine.engine
+        engine = self.host.engine.engine
 
         def is_idle() -> bool:
             return self.serving.in_flight == 0 and engine.free_slots == engine.runner.slots and not engine.waiting
@@ -135,6 +146,13 @@ def started(llm, *, prepared: bool = True, **options) -> AsyncEngine:
     return AsyncEngine(engine).start()
 
 
+def hosted(llm, engine: AsyncEngine, name: str = "tiny", *, info: dict | None = None) -> EngineHost:
+    """What fronts ask of an engine that was started."""
+    host = EngineHost(llm, engine, name, info)
+    host.is_ready = True
+    return host
+
+
 def programs_of(engine) -> int:
     """Compiled for an engine's state; the library has others."""
     state = engine.runner.state.tokens.shape
@@ -144,9 +162,8 @@ def programs_of(engine) -> int:
 @pytest.fixture(scope="session")
 def server(llm):
     engine = started(llm)
-    serving = Serving(llm, engine, [NAME, "tiny"], info={"model_path": "bundled"})
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(llm, engine, NAME, info={"model_path": "bundled"})
+    running = Running(Serving(llm, in_process(host), [NAME, "tiny"]), host)
     running.programs = programs_of(engine.engine)
     yield running
     running.stop()

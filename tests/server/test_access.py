@@ -9,6 +9,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.options.serve import parse
 from dflash_jax.server.access import OPEN_PATHS, Access, default_hosts
 from dflash_jax.server.body import Body
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import Running
@@ -80,9 +81,8 @@ def clients_of(original, seen: list):
 
 
 def test_a_server_with_keys_and_hosts(llm, quiet, monkeypatch):
-    serving = Serving(llm, quiet.serving.engine, ["tiny"])
-    serving.is_ready = True
-    running = Running(serving, "secret", default_hosts("127.0.0.1"))
+    serving = Serving(llm, in_process(quiet.host), ["tiny"])
+    running = Running(serving, quiet.host, "secret", default_hosts("127.0.0.1"))
     try:
         for path in ("/", "/app.js", "/health", "/metrics", "/openapi.json"):
             assert running.http.get(path).status_code == 200

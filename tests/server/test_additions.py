@@ -10,6 +10,7 @@ import pytest
 from dflash_jax import SamplingParams
 from dflash_jax.server.additions import Additions
 from dflash_jax.server.answers import request_metrics
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, NAME, OFF, Running
 
@@ -24,9 +25,8 @@ def adding(server):
     running = []
 
     def start(**additions) -> Running:
-        serving = Serving(server.serving.llm, server.serving.engine, [NAME], additions=Additions(**additions))
-        serving.is_ready = True
-        running.append(Running(serving))
+        serving = Serving(server.serving.llm, in_process(server.host), [NAME], additions=Additions(**additions))
+        running.append(Running(serving, server.host))
         return running[-1]
 
     yield start

@@ -314,7 +314,7 @@ def test_metrics_count_what_the_answers_say(quiet):
 
 def test_nothing_is_compiled_after_warm_up(quiet):
     """Whatever the tests before asked."""
-    assert programs_of(quiet.serving.engine.engine) == quiet.programs
+    assert programs_of(quiet.host.engine.engine) == quiet.programs
 
 
 def test_many_at_once_get_what_they_get_alone(quiet, llm):
@@ -348,7 +348,7 @@ def test_a_draining_server_refuses_newcomers(quiet):
 
 def test_a_stream_begins_before_it_ends(quiet, monkeypatch):
     """The device brings its second part when the client has the first one."""
-    device, reads, seen = quiet.serving.engine.engine.runner, itertools.count(), threading.Event()
+    device, reads, seen = quiet.host.engine.engine.runner, itertools.count(), threading.Event()
 
     def read(*args, original=device.read):
         if next(reads):

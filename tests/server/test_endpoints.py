@@ -11,10 +11,10 @@ import pytest
 from dflash_jax import SamplingParams
 from dflash_jax.errors import InputError
 from dflash_jax.options.serve import parse
-from dflash_jax.server.control import Probe
 from dflash_jax.server.cors import Cors, of_arguments
+from dflash_jax.server.engine_host import EngineHost, in_process
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import MESSAGES, NAME, OFF, Running, alone, started
+from tests.server.conftest import MESSAGES, NAME, OFF, Running, alone, hosted, started
 
 LONG = {"prompt": "def f(", "max_tokens": 900, "ignore_eos": True, "stream": True}
 # Rounds with masks are dispatched one by one: such an answer is not over before the next request.
@@ -89,7 +89,7 @@ def test_loads_count_what_is_under_way(quiet):
     # Every slot is taken: one more waits.
     waiting = threading.Thread(target=quiet.post, args=["/v1/completions"], kwargs={"prompt": "x", "max_tokens": 1})
     waiting.start()
-    while quiet.serving.engine.engine.waiting == 0 and not streams[0].is_over:
+    while quiet.host.engine.engine.waiting == 0 and not streams[0].is_over:
         time.sleep(0.005)
     load, old, new = loads()
     assert 0 < load["server_load"] <= 5
@@ -141,7 +141,7 @@ def test_a_flush_forgets_prefixes(quiet, method, path):
     assert quiet.idle()
     found = quiet.http.request(method, path)
     assert (found.status_code, found.json()["success"]) == (200, True)
-    assert len(quiet.serving.engine.engine.prefix_cache) == 0
+    assert len(quiet.host.engine.engine.prefix_cache) == 0
     assert shared(quiet) == (prompt, prompt)
 
 
@@ -172,7 +172,7 @@ def test_aborts_by_a_clients_own_id(quiet):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(quiet.post("/generate", **body).json()))
     thread.start()
-    while quiet.serving.engine.engine.running == 0:
+    while quiet.host.engine.engine.running == 0:
         time.sleep(0.005)
     # A prefix of the id is another id.
     assert quiet.post("/abort_request", rid="min").status_code == 200
@@ -203,9 +203,9 @@ def test_owners_abort_their_own_requests_only(quiet):
 
 
 def test_health_generate_makes_a_token(quiet):
-    made = quiet.serving.engine.engine.statistics.new_tokens
+    made = quiet.host.engine.engine.statistics.new_tokens
     assert quiet.http.get("/health_generate").json() == {"status": "ok"}
-    assert quiet.serving.engine.engine.statistics.new_tokens == made + 1
+    assert quiet.host.engine.engine.statistics.new_tokens == made + 1
 
 
 def test_a_full_engine_is_well(quiet):
@@ -218,13 +218,13 @@ def test_a_full_engine_is_well(quiet):
 
 def test_an_engine_that_makes_no_token_is_not_well(llm, quiet, monkeypatch):
     """Its thread lives, and takes no request: many ask at once, and one request waits."""
-    monkeypatch.setattr("dflash_jax.server.control.TOKEN_S", 0.2)
+    monkeypatch.setattr("dflash_jax.server.engine_host.TOKEN_S", 0.2)
     engine = started(llm, prepared=False)
     submitted = []
     engine.engine.submit = lambda request, **_: submitted.append(request)
-    serving = Serving(llm, engine, ["tiny"])
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(llm, engine)
+    serving = Serving(llm, in_process(host), ["tiny"])
+    running = Running(serving, host)
     try:
 
         async def ask():
@@ -235,7 +235,8 @@ def test_an_engine_that_makes_no_token_is_not_well(llm, quiet, monkeypatch):
         assert {f.status_code for f in found} == {503}
         assert "no token came" in found[0].json()["status"]
         assert running.http.get("/health").status_code == 200
-        serving.is_ready = False
+        host.is_ready = False
+        host.tell_state()
         assert running.http.get("/health_generate").json()["status"] == "warming up"
     finally:
         running.stop()
@@ -243,14 +244,15 @@ def test_an_engine_that_makes_no_token_is_not_well(llm, quiet, monkeypatch):
 
 
 def test_callers_of_the_probe_share_its_token(quiet):
-    made = quiet.serving.engine.engine.statistics.new_tokens
+    made = quiet.host.engine.engine.statistics.new_tokens
+
+    host = EngineHost(quiet.serving.llm, quiet.host.engine, "tiny")
 
     async def ask():
-        probe = Probe(quiet.serving)
-        return await asyncio.gather(*(probe.failure() for _ in range(50)))
+        return await asyncio.gather(*(host.answer("generate") for _ in range(50)))
 
     assert asyncio.run(ask()) == [None] * 50
-    assert quiet.serving.engine.engine.statistics.new_tokens == made + 1
+    assert quiet.host.engine.engine.statistics.new_tokens == made + 1
 
 
 # Render, and SageMaker's endpoint.
@@ -325,9 +327,8 @@ PREFLIGHT = {
 
 def test_other_origins_are_let_in_by_name_only(llm, quiet):
     assert "access-control-allow-origin" not in quiet.http.get("/health", headers=PREFLIGHT).headers
-    serving = Serving(llm, quiet.serving.engine, ["tiny"])
-    serving.is_ready = True
-    running = Running(serving, "secret", cors=Cors(("https://app.example",)))
+    serving = Serving(llm, in_process(quiet.host), ["tiny"])
+    running = Running(serving, quiet.host, "secret", cors=Cors(("https://app.example",)))
     try:
         # A preflight carries no key.
         asked = running.http.options("/v1/completions", headers=PREFLIGHT)

@@ -16,11 +16,12 @@ import uvicorn
 
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.server.app import build
+from dflash_jax.server.engine_host import EngineHost, in_process
 from dflash_jax.server.launch import Runner
 from dflash_jax.server.serving import Serving
 from tests.cli.test_serve import serving
 from tests.helpers import without_kernels_line
-from tests.server.conftest import Running, started, wait_until
+from tests.server.conftest import Running, hosted, started, wait_until
 
 STREAMS = 120
 BODY = {"prompt": "def f(", "max_tokens": 700, "ignore_eos": True, "stream": True}
@@ -54,9 +55,9 @@ async def stream(client: httpx.AsyncClient) -> tuple[int, list[dict], bool]:
 
 def test_the_device_fails_in_the_middle_of_many_streams(llm):
     engine = started(llm, prepared=False, max_queue=STREAMS)
-    serving = Serving(llm, engine, ["tiny"])
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(llm, engine)
+    serving = Serving(llm, in_process(host), ["tiny"])
+    running = Running(serving, host)
     break_device(engine, STREAMS)
 
     async def main():
@@ -84,9 +85,10 @@ def test_the_device_fails_in_the_middle_of_many_streams(llm):
 
 def test_exit_on_failure_ends_the_server_with_code_1(llm):
     engine = AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64), masks=True))
-    serving = Serving(llm, engine, ["tiny"])
+    host = EngineHost(llm, engine, "tiny")
+    serving = Serving(llm, in_process(host), ["tiny"])
     config = uvicorn.Config(build(serving), lifespan="off", log_level="error")
-    runner, codes = Runner(config, serving, 60.0, exit_on_failure=True), []
+    runner, codes = Runner(config, host, serving, 60.0, exit_on_failure=True), []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         thread = threading.Thread(target=lambda: codes.append(asyncio.run(runner.serve_until_drained(listening, ""))))

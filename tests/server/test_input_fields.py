@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dflash_jax.server import chat_schema
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, OFF, TOOL, Running, posted
@@ -30,9 +31,8 @@ def same(server, path: str, **body) -> dict:
 @pytest.fixture
 def trusting(llm, quiet):
     """The same engine behind a server that takes chat templates from requests."""
-    serving = Serving(llm, quiet.serving.engine, ["tiny"], Limits(trust_request_chat_template=True))
-    serving.is_ready = True
-    running = Running(serving)
+    serving = Serving(llm, in_process(quiet.host), ["tiny"], Limits(trust_request_chat_template=True))
+    running = Running(serving, quiet.host)
     yield running
     running.stop()
 

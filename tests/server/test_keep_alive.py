@@ -26,7 +26,7 @@ REQUESTS = {
 @pytest.fixture
 def held(quiet, monkeypatch):
     """The server with a device whose results wait for ``go``."""
-    device, go = quiet.serving.engine.engine.runner, threading.Event()
+    device, go = quiet.host.engine.engine.runner, threading.Event()
 
     def read(*args, original=device.read):
         assert go.wait(120)
@@ -85,8 +85,8 @@ def test_a_failure_before_the_first_token_is_an_event_of_the_interface(held, mon
         assert held.go.wait(120)
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(held.serving.engine.engine.runner, "read", read)
-    held.serving.engine.restarts = 1
+    monkeypatch.setattr(held.host.engine.engine.runner, "read", read)
+    held.host.engine.restarts = 1
     with held.http.stream("POST", path, json=REQUESTS[path] | {"stream": True}) as response:
         assert response.status_code == 200
         held.go.set()
@@ -95,7 +95,7 @@ def test_a_failure_before_the_first_token_is_an_event_of_the_interface(held, mon
     if path in ("/v1/responses", "/v1/messages"):
         assert error["type"] == "error"
     assert "the device is on fire" in (error.get("error") or error)["message"]
-    assert wait_until(lambda: held.serving.engine.engine.failure is None)
+    assert wait_until(lambda: held.host.engine.engine.failure is None)
 
 
 def test_clients_read_past_the_signs(held, monkeypatch):

@@ -301,7 +301,7 @@ LONG_ANSWERS = {
 def paused(server):
     """The engine takes requests, and answers none before the end."""
     gate = threading.Event()
-    server.serving.engine._command(gate.wait)
+    server.host.engine._command(gate.wait)
     try:
         yield
     finally:
@@ -340,7 +340,7 @@ def test_a_body_is_dropped_before_its_answer_begins(quiet, name):
                 all_sent = [sent(quiet, path, given, connections) for _ in range(few)]
                 rows = few * (2 if "batch" in path else 1)
                 # The engine is asked for all of them.
-                assert wait_until(lambda: serving.engine.open_requests == rows)
+                assert wait_until(lambda: quiet.host.engine.open_requests == rows)
                 assert wait_until(lambda: serving.bodies.nbytes == 0)
                 assert serving.in_flight == few
                 assert not serving.bodies.nbytes_of
@@ -364,7 +364,7 @@ def test_what_an_answer_needs_of_a_body_counts(quiet, path, given):
     with ExitStack() as connections:
         with paused(quiet):
             connection = sent(quiet, path, given, connections)
-            assert wait_until(lambda: quiet.serving.engine.open_requests == 1)
+            assert wait_until(lambda: quiet.host.engine.open_requests == 1)
             # Values take more than their text.
             assert quiet.serving.bodies.nbytes > len(json.dumps(given)) + body.VALUE_BYTES * len(given)
         assert answered(connection).startswith(b"HTTP/1.1 200")
@@ -396,7 +396,7 @@ def test_one_client_takes_a_part_of_the_memory_for_values(quiet, monkeypatch):
     with ExitStack() as connections:
         with paused(quiet):
             connection = sent(quiet, "/v1/responses", given, connections)
-            assert wait_until(lambda: quiet.serving.engine.open_requests == 1)
+            assert wait_until(lambda: quiet.host.engine.open_requests == 1)
             assert quiet.post("/v1/responses", **given).status_code == 429
             with httpx.Client(base_url=quiet.url, timeout=120, transport=other) as client:
                 prompt = {"prompt": "x" * 2**17, "max_tokens": 1}
@@ -450,7 +450,7 @@ def test_a_large_body_that_arrives_slowly_gives_way(monkeypatch, sure_s, slow, q
 
 
 def test_a_second_address_is_next_whatever_the_first_one_has_sent_and_at_which_priority(quiet):
-    engine = quiet.serving.engine.engine
+    engine = quiet.host.engine.engine
     given = {"prompt": "x", "max_tokens": 2, "ignore_eos": True, "priority": -9}
     with ExitStack() as stack:
         other = httpx.HTTPTransport(local_address="127.0.0.2")
@@ -459,11 +459,11 @@ def test_a_second_address_is_next_whatever_the_first_one_has_sent_and_at_which_p
         count = 3 * engine.runner.slots
         with paused(quiet):
             many = [sent(quiet, "/v1/completions", given, stack) for _ in range(count)]
-            assert wait_until(lambda: quiet.serving.engine.open_requests == count)
+            assert wait_until(lambda: quiet.host.engine.open_requests == count)
             one = pool.submit(client.post, "/v1/completions", json=given | {"priority": 9})
-            assert wait_until(lambda: quiet.serving.engine.open_requests == count + 1)
+            assert wait_until(lambda: quiet.host.engine.open_requests == count + 1)
             requests = {address: [] for address in ("127.0.0.1", "127.0.0.2")}
-            for request in quiet.serving.engine._router.requests:
+            for request in quiet.host.engine._router.requests:
                 requests[request.client].append(request)
         assert one.result().status_code == 200
         assert all(answered(each).startswith(b"HTTP/1.1 200") for each in many)

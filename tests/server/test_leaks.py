@@ -76,8 +76,8 @@ def test_clients_that_leave_take_everything_with_them(quiet, sequences):
 
     def held() -> tuple[int, ...]:
         """Files but those of workers that are kept, requests, bytes of bodies, sequences that follow a grammar."""
-        kept = len(serving.templates._idle) + len(serving.grammar._live)
-        sequences = sum(grammar.users for grammar in serving.grammar._cache.values())
+        kept = len(serving.templates._idle) + len(quiet.host.grammar._live)
+        sequences = sum(grammar.users for grammar in quiet.host.grammar._cache.values())
         return len(os.listdir("/proc/self/fd")) - kept, serving.in_flight, serving.bodies.nbytes, sequences
 
     asyncio.run(attack(quiet.url, 2))
@@ -88,7 +88,7 @@ def test_clients_that_leave_take_everything_with_them(quiet, sequences):
     assert set(seen) == {200, 400}
     assert quiet.idle()
     assert wait_until(lambda: held()[0] <= files and held()[1:] == (0, 0, 0), 60), (files, held())
-    assert serving.engine.open_requests == 0
+    assert quiet.host.engine.open_requests == 0
     # Of 200 and more: variables of the engine's thread keep the latest ones until it has others.
     gc.collect()
     assert len(sequences) <= 8

@@ -16,12 +16,13 @@ from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.media import data_url
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.server import body
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from tests.media.encoded import clip, encoded, picture
 from tests.server.both_ways import stream
-from tests.server.conftest import Running, wait_until
+from tests.server.conftest import Running, hosted, wait_until
 from tests.vision_checkpoint import write_vision_checkpoint
 
 CHAT, NEW = "/v1/chat/completions", 12
@@ -72,9 +73,9 @@ def vision(tmp_path_factory):
     engine = llm.new_engine(llm.programs, 2, 256, max_queue=64, prefill_sizes=(16, 64), masks=True)
     warm_up(engine)
     running_engine = AsyncEngine(engine).start()
-    serving = Serving(llm, running_engine, ["tiny"])
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(llm, running_engine)
+    serving = Serving(llm, in_process(host), ["tiny"])
+    running = Running(serving, host)
     yield running
     running.stop()
     running_engine.stop()

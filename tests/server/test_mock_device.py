@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
 from tests.helpers import load_script
-from tests.server.conftest import Running
+from tests.server.conftest import Running, hosted
 
 host = load_script("bench/host.py")
 # A device that takes no time, and the shortest time that counts.
@@ -19,12 +20,11 @@ SLOTS = 2
 
 @pytest.fixture(scope="module")
 def mock(llm):
-    serving = Serving(llm, AsyncEngine(host.mock_engine(llm, SimpleNamespace(**ARGS), SLOTS)).start(), ["mock"])
-    serving.is_ready = True
-    running = Running(serving)
+    mock = hosted(llm, AsyncEngine(host.mock_engine(llm, SimpleNamespace(**ARGS), SLOTS)).start())
+    running = Running(Serving(llm, in_process(mock), ["mock"]), mock)
     yield running
     running.stop()
-    serving.engine.stop()
+    mock.engine.stop()
 
 
 @pytest.mark.parametrize("form", [{}, {"regex": host.FORM}], ids=["free", "grammar"])
@@ -32,7 +32,7 @@ def test_a_stream_has_the_whole_text_of_its_seed(mock, llm, form):
     body = {"prompt": "class A:", "max_tokens": 57, "seed": 3, "ignore_eos": True, "stream": True} | form
     lines = mock.post("/v1/completions", **body).text.splitlines()
     pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith('data: {"id"')]
-    device = mock.serving.engine.engine.runner
+    device = mock.host.engine.engine.runner
     assert "".join(pieces) == llm.tokenizer.decode(device.text(3, 0, 57))
 
 

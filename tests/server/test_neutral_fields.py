@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from dflash_jax.server import chat_schema, native_schema, neutral_fields, responses_schema, schema
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, Running, posted
@@ -222,9 +223,8 @@ def test_a_refusal_is_the_assistants_text(quiet, llm):
 @pytest.fixture
 def lax(llm, quiet):
     """The same engine behind a server that lets unknown fields through."""
-    serving = Serving(llm, quiet.serving.engine, ["tiny"], Limits(unknown_fields="warn"))
-    serving.is_ready = True
-    running = Running(serving)
+    serving = Serving(llm, in_process(quiet.host), ["tiny"], Limits(unknown_fields="warn"))
+    running = Running(serving, quiet.host)
     yield running
     running.stop()
 

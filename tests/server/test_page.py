@@ -198,7 +198,7 @@ def test_rounds_of_an_answer(page):
 
 def test_stop_and_a_new_conversation(page, quiet, monkeypatch):
     """The device brings one part of the answer, and the next one only when the server has seen the client leave."""
-    device, reads = quiet.serving.engine.engine.runner, itertools.count()
+    device, reads = quiet.host.engine.engine.runner, itertools.count()
 
     def read(*args, original=device.read):
         if next(reads):

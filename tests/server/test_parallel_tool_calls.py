@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dflash_jax.server.conversation import FirstCall
-from dflash_jax.server.tools import ToolParser
+from dflash_jax.protocol import CallEnd
+from dflash_jax.server.tools import FirstCall
 from tests.server.conftest import MESSAGES, OFF, TOOL
 
 # What a model that calls twice writes, with text around.
@@ -139,5 +139,5 @@ def test_in_the_other_interfaces(quiet):
 )
 def test_where_a_first_call_ends(text, ended):
     """By characters. A call in a thought is none."""
-    first = FirstCall(False, ToolParser(True, {"f": {}}))
+    first = FirstCall(CallEnd(False, True, json.dumps({"f": {}}), False))
     assert [first(character) for character in text][-1] is ended

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import NAME, OFF, Running, started
+from tests.server.conftest import NAME, OFF, Running, hosted, started
 
 TURNS, NAMES = 5, ("ada", "grace", "emmy")
 
@@ -21,9 +22,9 @@ def tiered(llm):
     other.prefix_bytes, other.prefix_host_bytes = 6 * prefix, 2**28
     # Compiles what these requests need.
     engine = started(other, prepared=False)
-    serving = Serving(other, engine, [NAME])
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(other, engine)
+    serving = Serving(other, in_process(host), [NAME])
+    running = Running(serving, host)
     yield running
     running.stop()
     engine.stop()

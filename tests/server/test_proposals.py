@@ -127,10 +127,10 @@ def test_where_rounds_cannot_be_recorded_the_request_is_refused(quiet, monkeypat
         return answer.json()["error"]["message"]
 
     assert refusal() == "return_proposals needs stream: true"
-    config = quiet.serving.engine.engine.config
-    monkeypatch.setattr(quiet.serving.engine.engine, "config", replace(config, speculations=(Speculation(1),)))
+    config = quiet.host.engine.engine.config
+    monkeypatch.setattr(quiet.host.engine.engine, "config", replace(config, speculations=(Speculation(1),)))
     assert "needs a drafter" in refusal(stream=True)
-    monkeypatch.setattr(quiet.serving.engine.engine, "config", replace(config, masks=False))
+    monkeypatch.setattr(quiet.host.engine.engine, "config", replace(config, masks=False))
     assert "structured output" in refusal(stream=True)
 
 
@@ -142,7 +142,7 @@ def test_streams_say_how_their_rate_compares_with_plain_decoding(quiet, monkeypa
             lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
         return lines[-1]["timings"]
 
-    policy = quiet.serving.engine.engine.policy
+    policy = quiet.host.engine.engine.policy
     plain = min(policy.seconds[1, b] for b in (NO_DRAFTER, Speculation(1)) if (1, b) in policy.seconds)
     timings = last_timings()
     assert timings["speedup"] == pytest.approx(timings["tokens_per_s"] * plain, rel=0.5)

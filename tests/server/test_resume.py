@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 
 from dflash_jax import SamplingParams
-from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import Event
+from dflash_jax.errors import QueueFullError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer

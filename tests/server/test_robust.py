@@ -2,23 +2,21 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import socket
 import threading
-from types import SimpleNamespace
 
 import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 
-from dflash_jax import SamplingParams
-from dflash_jax.engine.engine import QueueFullError
+from dflash_jax import SamplingParams, protocol
 from dflash_jax.errors import EngineError
-from dflash_jax.frontend.sequence import Piece
+from dflash_jax.server.engine_client import Inbox, RemoteSequence
+from dflash_jax.server.engine_host import EngineHost, in_process
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import Running, started, wait_until
+from tests.server.conftest import Running, hosted, started, wait_until
 
 JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
@@ -157,9 +155,8 @@ def test_our_own_document_is_true(quiet):
 
 
 def test_server_with_a_key_refuses_requests_without_it(llm, quiet):
-    serving = Serving(llm, quiet.serving.engine, ["tiny"])
-    serving.is_ready = True
-    running = Running(serving, "secret")
+    serving = Serving(llm, in_process(quiet.host), ["tiny"])
+    running = Running(serving, quiet.host, "secret")
     try:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             found = running.http.get("/v1/models", headers=headers)
@@ -185,7 +182,7 @@ def posting(server, stack: contextlib.ExitStack, **body) -> socket.socket:
 def test_a_client_that_goes_away_aborts(quiet, monkeypatch):
     """At any moment: at once, when it was let in, in prefill, between tokens, streaming or not. What the device brings
     is held back until the client has left."""
-    serving, engine = quiet.serving, quiet.serving.engine.engine
+    serving, engine = quiet.serving, quiet.host.engine.engine
     statistics, told = engine.statistics, 0
     moments = (
         lambda: True,
@@ -228,7 +225,7 @@ def test_server_answers_beside_a_thousand_idle_connections(quiet):
 
 def test_a_full_queue_says_try_again(quiet, monkeypatch):
     """The device is held until the queue is full."""
-    statuses, lock, device = [], threading.Lock(), quiet.serving.engine.engine.runner
+    statuses, lock, device = [], threading.Lock(), quiet.host.engine.engine.runner
 
     def read(*args, original=device.read):
         wait_until(lambda: any(status == 429 for status, _ in statuses))
@@ -264,9 +261,12 @@ def test_others_have_a_turn_between_two_pieces_that_are_there_already(quiet, mon
     """A stream of pieces that nothing has to wait for."""
     turns = []
 
-    async def live(self, sequences):
+    @contextlib.asynccontextmanager
+    async def submitted(sequences):
+        inbox = Inbox()
         for i in range(200):
-            yield i, Piece("", [i], [1])
+            inbox.put(i, protocol.Event(i, [5], [1], finish_reason="stop"))
+        yield inbox
 
     async def other():
         while True:
@@ -274,76 +274,31 @@ def test_others_have_a_turn_between_two_pieces_that_are_there_already(quiet, mon
             await asyncio.sleep(0)
 
     async def read() -> None:
+        params = SamplingParams(max_tokens=1)
+        sequences = [quiet.serving.llm.sequence([5], params, kind=RemoteSequence) for _ in range(200)]
         beside = asyncio.create_task(other())
-        counts = [len(turns) async for _ in quiet.serving.merged([SimpleNamespace(request=None)] * 200)]
+        counts = [len(turns) async for _ in quiet.serving.merged(sequences)]
         beside.cancel()
         assert len(set(counts)) == len(counts) == 200
 
-    monkeypatch.setattr(Serving, "_live", live)
-    monkeypatch.setattr(quiet.serving.engine, "reserved", contextlib.nullcontext)
+    monkeypatch.setattr(quiet.serving.engine, "submitted", submitted)
     asyncio.run(read())
 
 
-def test_no_request_takes_places_between_the_sequences_of_another(quiet, monkeypatch):
-    """One that takes all places has them from the moment that its first sequence is submitted."""
-    engine = quiet.serving.engine
+def test_a_request_may_take_all_places_at_once(quiet):
+    engine = quiet.host.engine
     places = engine.engine.runner.slots + engine.engine.config.max_queue
-    submit, refused = engine.submit_batched, []
-
-    def submit_after_another(request):
-        if not refused:
-            other = quiet.serving.llm.new_sequence([5], SamplingParams(max_tokens=1), client=request.client)
-            with pytest.raises(QueueFullError) as error:
-                submit(other.request)
-            refused.append(error)
-        return submit(request)
-
-    monkeypatch.setattr(engine, "submit_batched", submit_after_another)
     body = {"prompt": [[5]] * (places // 4), "n": 4, "max_tokens": 1}
     found = quiet.post("/v1/completions", **body)
     assert found.status_code == 200, found.text
     assert len(found.json()["choices"]) == places
-    assert refused
-
-
-def test_the_sequences_of_a_request_begin_and_end_in_steps(quiet, monkeypatch):
-    """Others have turns between the steps."""
-    begun, ended, seen = [], [], []
-
-    async def events(self, sequence):
-        begun.append(sequence)
-        try:
-            await asyncio.Event().wait()
-            yield
-        finally:
-            ended.append(sequence)
-
-    async def other():
-        while True:
-            seen.append((len(begun), len(ended)))
-            await asyncio.sleep(0)
-
-    async def read() -> None:
-        rows = [SimpleNamespace(request=SimpleNamespace(finish_reason=None)) for _ in range(200)]
-        beside, reading = asyncio.create_task(other()), asyncio.create_task(anext(quiet.serving._live(rows)))
-        while len(begun) < 200:
-            await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        beside.cancel()
-        assert len(ended) == 200
-        for counts in zip(*seen, strict=True):
-            assert max(b - a for a, b in itertools.pairwise(counts)) <= 64
-
-    monkeypatch.setattr(Serving, "_events", events)
-    asyncio.run(read())
 
 
 def test_a_failed_engine_is_told_and_health_turns_red(llm):
     engine = started(llm, prepared=False)
-    serving = Serving(llm, engine, ["tiny"])
-    serving.is_ready = True
-    running, codes = Running(serving), []
+    host = hosted(llm, engine)
+    serving = Serving(llm, in_process(host), ["tiny"])
+    running, codes = Running(serving, host), []
     try:
         assert running.http.get("/health").status_code == 200
 
@@ -368,15 +323,15 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "on fire" in refused.json()["error"]["message"]
         with pytest.raises(EngineError):
-            engine.submit(llm.new_sequence("x", SamplingParams()).request)
+            engine.check([llm.new_sequence("x", SamplingParams()).request])
     finally:
         running.stop()
         engine.stop()
 
 
 def test_before_warm_up_requests_are_refused(llm, quiet):
-    serving = Serving(llm, quiet.serving.engine, ["tiny"])
-    running = Running(serving)
+    host = EngineHost(llm, quiet.host.engine, "tiny")
+    running = Running(Serving(llm, in_process(host), ["tiny"]), host)
     try:
         assert running.http.get("/ready").status_code == 503
         assert running.http.get("/health").status_code == 200

@@ -10,8 +10,9 @@ import httpx
 import openai
 import pytest
 
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import MESSAGES, NAME, OFF, Running, alone, started
+from tests.server.conftest import MESSAGES, NAME, OFF, Running, alone, hosted, started
 
 pytest.importorskip("sglang_router")
 
@@ -24,9 +25,9 @@ def free_port() -> int:
 @contextlib.contextmanager
 def second_server(llm):
     engine = started(llm)
-    serving = Serving(llm, engine, [NAME, "tiny"], info={"model_path": "bundled"})
-    serving.is_ready = True
-    running = Running(serving)
+    host = hosted(llm, engine, info={"model_path": "bundled"})
+    serving = Serving(llm, in_process(host), [NAME, "tiny"])
+    running = Running(serving, host)
     try:
         yield running
     finally:
@@ -69,7 +70,7 @@ def through_a_router(quiet, other, options, expected):
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(routed(quiet.url, other.url))
         client = stack.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0))
-        before = [s.serving.engine.engine.statistics.requests.total() for s in (quiet, other)]
+        before = [s.host.engine.engine.statistics.requests.total() for s in (quiet, other)]
         for i in range(20):
             found = client.chat.completions.create(**options, temperature=0, stream=i % 2 == 1)
             if i % 2:
@@ -77,7 +78,7 @@ def through_a_router(quiet, other, options, expected):
             else:
                 text = found.choices[0].message.content
             assert text == expected
-        after = [s.serving.engine.engine.statistics.requests.total() for s in (quiet, other)]
+        after = [s.host.engine.engine.statistics.requests.total() for s in (quiet, other)]
         assert [b - a for a, b in zip(before, after, strict=True)] == [10, 10]
         native = {"text": "def f(", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
         found = [httpx.post(f"{url}/generate", json=native, timeout=60).json()["text"] for _ in range(4)]

@@ -1,19 +1,16 @@
-"""Masks of sequences that the engine never gets are closed with their request, not by the garbage collector."""
+"""Masks of sequences that the engine never gets are closed with their submission, not by the garbage collector."""
 
 import gc
 
 import pytest
 
-from dflash_jax.engine.engine import QueueFullError
+from dflash_jax.errors import QueueFullError
 from tests.server.conftest import MESSAGES, wait_until
 
 FORM = {"regex": "[ab]{4}x", "max_tokens": 8}
 # What is wrong with each, after masks were made.
 BODIES = {
-    "a later prompt": ("/v1/completions", {"prompt": [[5], list(range(9)) * 113], "max_tokens": 8}, 400),
-    "a token": ("/v1/completions", {"prompt": "x", "n": 3, "logprob_token_ids": [10**6]}, 400),
-    "a later text": ("/generate", {"text": ["x", "x"]}, 400),
-    "a render": ("/v1/chat/completions/render", {"messages": MESSAGES, "n": 2}, 200),
+    "bad words of a later prompt": ("/generate", {"text": ["x", "x"]}, 400),
     "a queue that is full": ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, 429),
     "a queue that is full, later": ("/v1/completions", {"prompt": ["x", "y"], "stream": True}, 429),
 }
@@ -32,7 +29,7 @@ def test_masks_are_closed_with_the_request(quiet, name, monkeypatch, no_collecto
     path, body, status = BODIES[name]
     if path == "/generate":
         sampling = {"regex": FORM["regex"], "max_new_tokens": 8}
-        body = body | {"sampling_params": [sampling, sampling | {"stop_token_ids": [5], "min_new_tokens": 9}]}
+        body = body | {"sampling_params": [sampling, sampling | {"bad_words": ["\0" * 4096]}]}
     else:
         body = FORM | body
     if status == 429:
@@ -40,7 +37,7 @@ def test_masks_are_closed_with_the_request(quiet, name, monkeypatch, no_collecto
         def full(request):
             raise QueueFullError("0 requests are waiting: 0 may")
 
-        monkeypatch.setattr(quiet.serving.engine.engine, "check", full)
+        monkeypatch.setattr(quiet.host.engine.engine, "check", full)
     # Whatever keeps a mask, an error's traceback say, is no reason for it to stay open.
     kept, real = [], quiet.serving.llm.new_sequence
     monkeypatch.setattr(
@@ -51,11 +48,11 @@ def test_masks_are_closed_with_the_request(quiet, name, monkeypatch, no_collecto
     assert kept
     # The answer is sent before its request ends.
     assert wait_until(lambda: all(mask._is_closed for mask in kept))
-    assert not any(grammar.users for grammar in quiet.serving.grammar._cache.values())
+    assert not any(grammar.users for grammar in quiet.host.grammar._cache.values())
 
 
 def test_masks_of_what_runs_are_closed_too(quiet):
     found = quiet.post("/v1/completions", **FORM, prompt=["x", "y"], n=2)
     assert found.status_code == 200
     assert quiet.idle()
-    assert not any(grammar.users for grammar in quiet.serving.grammar._cache.values())
+    assert not any(grammar.users for grammar in quiet.host.grammar._cache.values())

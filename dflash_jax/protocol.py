@@ -1,0 +1,304 @@
+"""Records between fronts and engines: requests as tokens go one way, the tokens of their rounds the other.
+
+A front speaks HTTP and text; an engine knows tokens. Records are msgpack on a stream (`server.wire`), or objects where
+both are in one process. A front numbers its requests and its calls; an engine's records name them by these numbers.
+"""
+
+from typing import Any
+
+import msgspec
+
+from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.request import Times
+from dflash_jax.engine.token_rules import ThinkingBudget
+from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
+from dflash_jax.sampling_params import SamplingParams
+
+
+class Record(msgspec.Struct, tag=True, array_like=True):
+    """A message."""
+
+
+class Part(msgspec.Struct, array_like=True):
+    """A part of a message."""
+
+
+class Form(Part, frozen=True):
+    """The form that a text must have: a `Constraint`.
+
+    Attributes:
+        kind: Its kind.
+        value: Its value as JSON.
+        field: The request's field, for errors.
+    """
+
+    kind: str
+    value: str
+    field: str
+
+
+class CallEnd(Part, frozen=True):
+    """A text that ends after its first tool call.
+
+    Attributes:
+        is_thinking: Whether the text begins inside a thought.
+        is_xml: Whether calls are in the XML format.
+        tools: JSON schema of each tool's parameters, by name, as JSON.
+        is_forced: Whether the text consists of calls only.
+    """
+
+    is_thinking: bool
+    is_xml: bool
+    tools: str
+    is_forced: bool
+
+
+class Choice(Part):
+    """One continuation of a prompt.
+
+    Attributes:
+        number: Names the request in later records.
+        name: The id that clients know.
+        seed: Of its sampling.
+        tokens: New tokens that an earlier run has; the request goes on after them.
+    """
+
+    number: int
+    name: str
+    seed: int
+    tokens: list[int]
+
+
+class Prompt(Part):
+    """A prompt and how it is continued: the arguments of `Prompts.new_sequence`.
+
+    Attributes:
+        ids: Token ids.
+        params: Fields of `SamplingParams`.
+        block_size: Tokens that a round may yield, or "auto".
+        priority: Lower values go first, of one client.
+        prompt_logprobs: Likeliest tokens to report for each prompt token; None: no report.
+        cache_salt: Only prompts with the same salt share prefixes.
+        form: The text's form; None: any.
+        thought: Where reasoning stands when the text begins: "open", "possible" or "none".
+        budget: The bound of the thought.
+        records_drafts: Whether events have the drafts of each round.
+        ends: What ends a text beside its stop strings.
+        media: Images and videos; None for text.
+        preparation: Seconds of steps before the request, by name.
+        choices: Its continuations.
+    """
+
+    ids: list[int]
+    params: dict[str, Any]
+    block_size: BlockSize
+    priority: int = 0
+    prompt_logprobs: int | None = None
+    cache_salt: str = ""
+    form: Form | None = None
+    thought: str = "none"
+    budget: ThinkingBudget | None = None
+    records_drafts: bool = False
+    ends: CallEnd | None = None
+    media: Any = None
+    preparation: dict[str, float] = {}
+    choices: list[Choice] = []
+
+    def without_choices(self) -> "Prompt":
+        """The same prompt, to which continuations are added."""
+        return msgspec.structs.replace(self, choices=[])
+
+
+# What a front sends.
+
+
+class Submit(Record):
+    """Requests, of which the engine takes all or none.
+
+    Attributes:
+        number: Of the call, which `Accepted` or `Failed` answers.
+        client: Who shares capacities by turns.
+        owner: A digest of the key: who may abort the requests.
+        prompts: The prompts with their continuations.
+    """
+
+    number: int
+    client: str | None
+    owner: bytes
+    prompts: list[Prompt]
+
+
+class Compile(Record):
+    """Compiles the form of a text, which a prompt will have; `Compiled` or `Failed` answers."""
+
+    number: int
+    client: str | None
+    form: Form
+
+
+class Leave(Record):
+    """The front waits neither for the answer to a call, nor for the events of its requests.
+
+    Attributes:
+        number: Of the call.
+        requests: Of requests that have not ended.
+    """
+
+    number: int
+    requests: list[int]
+
+
+class Abort(Record):
+    """Ends all requests of an owner, of any front; with a name only those of that name."""
+
+    owner: bytes
+    name: str | None
+
+
+class Ask(Record):
+    """Calls one of the engine's `QUESTIONS`; `Answered` or `Failed` answers."""
+
+    number: int
+    question: str
+
+
+# What an engine sends.
+
+
+class Failure(Part, frozen=True):
+    """An exception.
+
+    Attributes:
+        kind: One of `FAILURES`, or "api" for an answer with a status.
+        message: Its text.
+        status: The status of an "api" error.
+        field: The request's field that it names.
+    """
+
+    kind: str
+    message: str
+    status: int = 0
+    field: str | None = None
+
+
+class Hello(Record):
+    """The first record of an engine.
+
+    Attributes:
+        capacity: Positions of a request.
+        slots: Sequences that run at a time.
+        largest_block: The largest block size; 1 without a drafter.
+        has_masks: Whether there are programs for structured output.
+        model: What a front must know of the model, by name.
+        info: What /server_info shows beside the counters.
+    """
+
+    capacity: int
+    slots: int
+    largest_block: int
+    has_masks: bool
+    model: dict[str, Any]
+    info: dict[str, Any]
+
+
+class State(Record):
+    """Whether the engine takes requests, and why it has failed; sent whenever that changes."""
+
+    is_ready: bool
+    failure: str | None
+
+
+class Accepted(Record):
+    """The engine has the requests of a `Submit`."""
+
+    number: int
+
+
+class Compiled(Record):
+    """A form is compiled; ``notes``: parts of its schema that it does not enforce."""
+
+    number: int
+    notes: list[str]
+
+
+class Answered(Record):
+    """The answer to an `Ask`."""
+
+    number: int
+    value: Any
+
+
+class Failed(Record):
+    """A call failed."""
+
+    number: int
+    failure: Failure
+
+
+class Event(Part):
+    """What a dispatch brought to a request; the last one has a finish_reason or a failure.
+
+    Attributes:
+        number: Of the request.
+        tokens: New tokens.
+        yielded: Tokens that each round yielded.
+        block_size: Tokens that a round could yield.
+        finish_reason: With the last event, why the request ended.
+        failure: What ended it, in place of a finish_reason or with the finish_reason "error".
+        logprobs: As in the engine's `Event`.
+        proposals: Where recorded, the drafts of each round.
+        times: When the request reached each stage, where that is new.
+        cached: Prompt tokens that came from the prefix cache; with the first event.
+        prompt_entries: As in the engine's `Request`; with the first event.
+    """
+
+    number: int
+    tokens: list[int] = []
+    yielded: list[int] = []
+    block_size: int = 1
+    finish_reason: str | None = None
+    failure: Failure | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    proposals: list[list[int]] | None = None
+    times: Times | None = None
+    cached: int = 0
+    prompt_entries: list[dict[str, Any]] = []
+
+
+class Events(Record):
+    """The events of a step.
+
+    Attributes:
+        clock: The engine's clock, in seconds.
+        plain_round_s: Measured seconds of a plain round with as many sequences as run now; None: not measured.
+        events: The events.
+    """
+
+    clock: float
+    plain_round_s: float | None
+    events: list[Event]
+
+
+FromFront = Submit | Compile | Leave | Abort | Ask
+FromEngine = Hello | State | Accepted | Compiled | Answered | Failed | Events
+
+# The exceptions that cross, by kind.
+FAILURES: dict[str, type[Exception]] = {
+    "input": InputError,
+    "full": QueueFullError,
+    "unavailable": UnavailableError,
+    "engine": EngineError,
+}
+
+
+def failure_of(error: Exception) -> Failure:
+    """An exception as a record; one that is not of `FAILURES` is an EngineError."""
+    kind = next((kind for kind, type_ in FAILURES.items() if isinstance(error, type_)), "engine")
+    known = isinstance(error, FAILURES[kind])
+    return Failure(kind, str(error) if known else f"{type(error).__name__}: {error}")
+
+
+def params_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields of sampling parameters that are not as by default."""
+    default = SamplingParams()
+    return {name: value for name, value in vars(params).items() if value != getattr(default, name)}

@@ -1,0 +1,217 @@
+"""A front's side of the protocol: requests to the engine, their events, and questions to it."""
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from dflash_jax import protocol
+from dflash_jax.engine.request import Event
+from dflash_jax.errors import UnavailableError
+from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.request_context import current
+
+# Events of a request that a slow consumer gets at once.
+MOST_EVENTS = 64
+
+
+class RemoteSequence(TextSequence):
+    """A sequence whose request an engine runs elsewhere: its tokens come in records.
+
+    Attributes:
+        prompt: The prompt of the record, which all choices share.
+    """
+
+    prompt: protocol.Prompt
+    _proposals: list[list[int]] | None = None
+
+    def receive(self, event: protocol.Event) -> None:
+        """Takes an event of the request."""
+        request = self.request
+        if event.times is not None:
+            request.times, request.cached = event.times, event.cached
+        if event.prompt_entries:
+            request.prompt_entries = event.prompt_entries
+        if event.tokens and request.monitor is not None:
+            request.monitor(event.tokens)
+        request.tokens += event.tokens
+        error = None if event.failure is None else exception_of(event.failure)
+        request.finish_reason, self._proposals = event.finish_reason or (error and "error"), event.proposals
+        self.take(
+            Event(
+                request,
+                event.tokens,
+                event.yielded,
+                event.logprobs,
+                request.finish_reason,
+                error,
+                event.block_size,
+            )
+        )
+
+    def proposals(self, event: Event) -> list[list[int]] | None:
+        """See `TextSequence`."""
+        return self._proposals
+
+
+def exception_of(failure: protocol.Failure) -> Exception:
+    """The exception that a record says."""
+    if failure.kind == "api":
+        return ApiError(failure.status, failure.message, failure.field)
+    return protocol.FAILURES[failure.kind](failure.message)
+
+
+class Inbox:
+    """The events of the requests of one submission."""
+
+    def __init__(self):
+        self._events: deque[tuple[int, protocol.Event]] = deque()
+        self._has_some = asyncio.Event()
+
+    def put(self, place: int, event: protocol.Event) -> None:
+        """Adds an event of the request at a place of the submission."""
+        self._events.append((place, event))
+        self._has_some.set()
+
+    async def get(self) -> tuple[int, list[protocol.Event]]:
+        """Waits for events of one request, and returns its place and all that follow one another, up to a limit."""
+        while not self._events:
+            self._has_some.clear()
+            await self._has_some.wait()
+        place, event = self._events.popleft()
+        events = [event]
+        while self._events and self._events[0][0] == place and len(events) < MOST_EVENTS:
+            events.append(self._events.popleft()[1])
+        return place, events
+
+
+class EngineClient:
+    """The engine as a front knows it.
+
+    Args:
+        send: Sends a record to the engine, in the event loop of the caller.
+
+    Attributes:
+        hello: What the engine said first; None before.
+        state: Whether it takes requests, and why it has failed.
+        clock: Its clock at its last events, in seconds.
+        plain_round_s: Measured seconds of a plain round at its last events; None: not measured.
+    """
+
+    def __init__(self, send: Callable[[protocol.FromFront], None]):
+        self._send = send
+        self.hello: protocol.Hello | None = None
+        self.state = protocol.State(False, None)
+        self.clock, self.plain_round_s = 0.0, None
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future] = {}
+        self._inboxes: dict[int, tuple[Inbox, int]] = {}
+
+    def receive(self, record: protocol.FromEngine) -> None:
+        """Takes a record of the engine."""
+        match record:
+            case protocol.Events():
+                self.clock, self.plain_round_s = record.clock, record.plain_round_s
+                for event in record.events:
+                    self._deliver(event)
+            case protocol.Hello():
+                self.hello = record
+            case protocol.State():
+                self.state = record
+            case protocol.Failed():
+                self._settle(record.number, lambda call: call.set_exception(exception_of(record.failure)))
+            case protocol.Accepted():
+                self._settle(record.number, lambda call: call.set_result(None))
+            case protocol.Compiled():
+                self._settle(record.number, lambda call: call.set_result(record.notes))
+            case protocol.Answered():
+                self._settle(record.number, lambda call: call.set_result(record.value))
+
+    def lost(self, reason: str) -> None:
+        """The engine is gone: all calls and requests fail, until there is a new one."""
+        self.state = protocol.State(False, None)
+        for number in list(self._calls):
+            self._settle(number, lambda call: call.set_exception(UnavailableError(reason)))
+        failure = protocol.Failure("engine", reason)
+        for number in list(self._inboxes):
+            self._deliver(protocol.Event(number, failure=failure))
+
+    def _settle(self, number: int, settle: Callable[[asyncio.Future], None]) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None and not call.done():
+            settle(call)
+
+    def _deliver(self, event: protocol.Event) -> None:
+        is_last = event.finish_reason is not None or event.failure is not None
+        entry = self._inboxes.pop(event.number, None) if is_last else self._inboxes.get(event.number)
+        if entry is not None:
+            inbox, place = entry
+            inbox.put(place, event)
+
+    async def _call(self, number: int, record: protocol.FromFront) -> Any:
+        self._calls[number] = call = asyncio.get_running_loop().create_future()
+        try:
+            self._send(record)
+            return await call
+        except asyncio.CancelledError:
+            self._send(protocol.Leave(number, []))
+            raise
+        finally:
+            self._calls.pop(number, None)
+
+    async def ask(self, question: str) -> Any:
+        """The engine's answer to a question.
+
+        Raises:
+            UnavailableError: The engine does not answer.
+        """
+        number = next(self._numbers)
+        return await self._call(number, protocol.Ask(number, question))
+
+    async def compile(self, form: protocol.Form) -> list[str]:
+        """Compiles the form of a text, which a submission will have: what it does not enforce.
+
+        Raises:
+            InputError: The form is invalid, or exceeds a limit.
+            ApiError: 503, the server is busy.
+        """
+        number = next(self._numbers)
+        return await self._call(number, protocol.Compile(number, current().client, form))
+
+    def abort(self, owner: bytes, name: str | None) -> None:
+        """Ends all requests of an owner; with a name only those of that name. Their answers say so."""
+        self._send(protocol.Abort(owner, name))
+
+    @contextlib.asynccontextmanager
+    async def submitted(self, sequences: Sequence[RemoteSequence]) -> AsyncIterator[Inbox]:
+        """Submits sequences, all of them or none; those that have not ended when the context ends are aborted.
+
+        Yields:
+            Their events.
+
+        Raises:
+            InputError: One can never run, or they are more than may ever wait.
+            QueueFullError: The queue has not as many places now.
+            UnavailableError: The engine has failed or was stopped.
+        """
+        context, number, inbox = current(), next(self._numbers), Inbox()
+        prompts: dict[int, protocol.Prompt] = {}
+        numbers = []
+        for place, sequence in enumerate(sequences):
+            prompt = prompts.setdefault(id(sequence.prompt), sequence.prompt.without_choices())
+            request, each = sequence.request, next(self._numbers)
+            name = context.ids.get(sequence, context.answer_id)
+            prompt.choices.append(protocol.Choice(each, name, request.params.seed or 0, list(request.tokens)))
+            numbers.append(each)
+            self._inboxes[each] = inbox, place
+        try:
+            if sequences:
+                record = protocol.Submit(number, context.client, context.owner, list(prompts.values()))
+                await self._call(number, record)
+            yield inbox
+        finally:
+            if unfinished := [each for each in numbers if self._inboxes.pop(each, None) is not None]:
+                self._send(protocol.Leave(number, unfinished))

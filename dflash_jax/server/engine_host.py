@@ -1,0 +1,407 @@
+"""The engine's side of the protocol: what fronts ask of one engine, with grammars, metrics and warm-up beside it.
+
+Everything here runs in one event loop; the engine has a thread of its own (`AsyncEngine`).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_jax import protocol
+from dflash_jax.engine.config import NO_DRAFTER, Speculation
+from dflash_jax.engine.request import Event, Request
+from dflash_jax.engine.router import Message
+from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.engine.warm_up import WarmUp
+from dflash_jax.errors import EngineError, QueueFullError, UnavailableError
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.server.constraint import grammar_tokens
+from dflash_jax.server.engine_client import EngineClient
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.grammar import GrammarProcesses
+from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.request_context import RequestContext
+from dflash_jax.server.tools import FirstCall
+
+log = logging.getLogger("dflash_jax.server")
+
+# The probe's priority, before all that clients can choose.
+FIRST = -(2**31) - 1
+# Seconds that the probe's token may take, and seconds between two checks of other requests' tokens.
+TOKEN_S, LOOK_S = 10.0, 0.05
+# Seconds in which the engine's thread must run a command.
+COMMAND_S = 30.0
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request of a front.
+
+    Attributes:
+        sequence: Its sequence.
+        owner: Who may abort it.
+        name: The id that clients know.
+        has_begun: Whether an event of it was sent.
+    """
+
+    sequence: TextSequence
+    owner: bytes
+    name: str
+    has_begun: bool = False
+
+
+class EngineHost:
+    """What fronts ask of one engine.
+
+    Attributes:
+        llm: The model.
+        engine: The engine on its own thread.
+        metrics: Prometheus metrics, of the requests of all fronts.
+        warm_up: Compiles the engine's programs.
+        grammar: Structured output; None without a tokenizer's file.
+        is_ready: Whether requests are taken.
+    """
+
+    def __init__(self, llm: LLM, engine: AsyncEngine, name: str, info: dict[str, Any] | None = None):
+        self.llm, self.engine, self.warm_up = llm, engine, WarmUp(engine.engine)
+        self.metrics, self._info, self.is_ready = Metrics(name, engine), info or {}, False
+        self.grammar = None
+        if llm.tokenizer is not None and llm.tokenizer.file is not None:
+            tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
+            self.grammar = GrammarProcesses(tokens)
+        self._fronts: set[FrontConnection] = set()
+        self._probe: asyncio.Task | None = None
+        engine.on_change = self.tell_state
+
+    def hello(self) -> protocol.Hello:
+        """The first record of a connection."""
+        engine = self.engine.engine
+        config = engine.config
+        return protocol.Hello(
+            engine.runner.capacity, engine.runner.slots, config.largest_block, config.masks, {}, self._info
+        )
+
+    def connect(self, send: Callable[[protocol.FromEngine], None]) -> "FrontConnection":
+        """A new front; ``send`` sends a record to it, in the event loop that calls the connection."""
+        front = FrontConnection(self, send)
+        self._fronts.add(front)
+        send(self.hello())
+        send(self.state())
+        return front
+
+    def forget(self, front: "FrontConnection") -> None:
+        """A front has gone."""
+        self._fronts.discard(front)
+
+    def state(self) -> protocol.State:
+        """Whether requests are taken, and why the engine has failed."""
+        failure = self.engine.engine.failure
+        if self.is_ready and not self.engine.is_alive:
+            failure = failure or "its thread has ended"
+        return protocol.State(self.is_ready, failure)
+
+    def tell_state(self) -> None:
+        """Sends the state to all fronts. Any thread may call it."""
+        for front in list(self._fronts):
+            front.tell(self.state())
+
+    def set_ready(self) -> None:
+        """Starts the engine's thread, and takes requests from now on. Any thread may call it."""
+        self.engine.start()
+        self.is_ready = True
+        self.tell_state()
+
+    def start_workers(self) -> None:
+        """Starts the processes of grammars."""
+        if self.grammar is not None:
+            self.grammar.start()
+
+    def stop_workers(self) -> None:
+        """Ends the processes of grammars, for good."""
+        if self.grammar is not None:
+            self.grammar.stop()
+
+    @property
+    def plain_round_s(self) -> float | None:
+        """Measured seconds of a plain round with as many sequences as run now; None where none was measured."""
+        engine = self.engine.engine
+        sequences_per_shard = max(1, -(-engine.running // engine.runner.shards))
+        batch_size = next((n for n in engine.runner.batch_sizes() if n >= sequences_per_shard), sequences_per_shard)
+        measured = [engine.policy.seconds.get((batch_size, spec)) for spec in (Speculation(1), NO_DRAFTER)]
+        return min((seconds for seconds in measured if seconds is not None), default=None)
+
+    def abort(self, owner: bytes, name: str | None) -> None:
+        """Ends the owner's requests, of all fronts; with a name only those of that name."""
+        for front in self._fronts:
+            for live in list(front.live.values()):
+                if live.owner == owner and name in (None, live.name):
+                    self.engine.abort(live.sequence.request)
+
+    # The questions of `protocol.Ask`.
+
+    async def answer(self, question: str) -> Any:
+        """The answer to a question.
+
+        Raises:
+            EngineError: The engine does not answer.
+        """
+        questions: dict[str, Callable[[], Coroutine]] = {
+            "figures": self._figures,
+            "metrics": self._metrics,
+            "flush": lambda: self._on_engine(self.engine.engine.flush),
+            "reset": lambda: self._on_engine(self.engine.engine.prefix_cache.clear),
+            "generate": self._generates,
+        }
+        return await questions[question]()
+
+    async def _figures(self) -> dict[str, Any]:
+        """The counters behind /server_info and the measures of load."""
+        engine = self.engine.engine
+        s = engine.statistics
+        return {
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "waiting_tokens": engine.waiting_tokens,
+            "usage": engine.usage,
+            "positions": engine.positions,
+            "requests": dict(s.requests),
+            "rounds": s.rounds,
+            "drafts": s.drafts,
+            "accepted": sum((n - 1) * count for n, count in dict(s.yielded).items()),
+            "prompt_tokens": s.prompt_tokens,
+            "cached_tokens": s.cached_tokens,
+            "dispatches": {f"{rows}x{spec}": count for (rows, spec), count in dict(s.dispatches).items()},
+            "round_seconds": {f"{rows}x{spec}": v for (rows, spec), v in dict(engine.policy.seconds).items()},
+            "warm_up": {name: getattr(self.warm_up, name) for name in ("compiled", "failed", "total")},
+        }
+
+    async def _metrics(self) -> bytes:
+        return self.metrics.text()
+
+    async def _on_engine(self, function: Callable[[], Any]) -> Any:
+        """Calls ``function()`` on the engine's thread."""
+        if not self.is_ready:
+            raise UnavailableError("the server is warming up")
+        try:
+            return await asyncio.wait_for(self.engine.call(function), COMMAND_S)
+        except (TimeoutError, EngineError):
+            raise UnavailableError("the engine does not answer") from None
+
+    async def _generates(self) -> str | None:
+        """Why the engine does not generate a token now; None where it does. Concurrent callers share one token."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._test())
+        # Shielded: when one caller leaves, the others still wait.
+        return await asyncio.shield(self._probe)
+
+    async def _test(self) -> str | None:
+        statistics = self.engine.engine.statistics
+        before, token = statistics.new_tokens, asyncio.create_task(self._generate())
+        try:
+            async with asyncio.timeout(TOKEN_S):
+                while not token.done():
+                    await asyncio.wait({token}, timeout=LOOK_S)
+                    # When every slot is busy, tokens of other requests are sufficient proof.
+                    if self.engine.engine.free_slots == 0 and statistics.new_tokens > before:
+                        return None
+                return token.result()
+        except TimeoutError:
+            return f"no token came within {TOKEN_S:g} s"
+        finally:
+            token.cancel()
+            await asyncio.gather(token, return_exceptions=True)
+
+    async def _generate(self) -> str | None:
+        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+        sequence = self.llm.new_sequence([0], params, 1, priority=FIRST)
+        try:
+            async for event in self.engine.submit(sequence.request):
+                if event.error is not None:
+                    return str(event.error)
+        except QueueFullError:
+            # No place in the queue: only tokens of running requests can show that the engine generates.
+            await asyncio.sleep(TOKEN_S)
+            return f"no token came within {TOKEN_S:g} s"
+        except EngineError as e:
+            return str(e)
+        return None
+
+
+def in_process(host: EngineHost) -> EngineClient:
+    """A front's side in the process and the event loop of ``host``: records are passed on as objects."""
+    client = EngineClient(lambda record: asyncio.get_running_loop().call_soon(front.receive, record))
+    front = host.connect(client.receive)
+    return client
+
+
+class FrontConnection:
+    """One front's requests and calls.
+
+    Attributes:
+        send: Sends a record to the front.
+        live: Its requests that have not ended, by number.
+    """
+
+    def __init__(self, host: EngineHost, send: Callable[[protocol.FromEngine], None]):
+        self._host, self.send = host, send
+        self.live: dict[int, _Live] = {}
+        # Of the first record on.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: dict[int, asyncio.Task] = {}
+        # Events that the next turn of the loop sends.
+        self._events: list[protocol.Event] = []
+
+    def receive(self, record: protocol.FromFront) -> None:
+        """Takes a record of the front."""
+        self._loop = self._loop or asyncio.get_running_loop()
+        match record:
+            case protocol.Submit():
+                self._begin(record.number, self._submit(record))
+            case protocol.Compile():
+                self._begin(record.number, self._compile(record))
+            case protocol.Ask():
+                self._begin(record.number, self._answer(record))
+            case protocol.Leave():
+                if (task := self._calls.pop(record.number, None)) is not None:
+                    task.cancel()
+                self._leave(record.requests)
+            case protocol.Abort():
+                self._host.abort(record.owner, record.name)
+
+    def tell(self, state: protocol.State) -> None:
+        """Sends the engine's state. Any thread may call it."""
+        if self._loop is None:
+            self.send(state)
+            return
+        # A closed loop waits for no state.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.send, state)
+
+    def close(self) -> None:
+        """The front has gone: its calls and requests end."""
+        self._host.forget(self)
+        for task in self._calls.values():
+            task.cancel()
+        self._leave(list(self.live))
+
+    def _begin(self, number: int, work: Coroutine[Any, Any, protocol.FromEngine]) -> None:
+        async def call() -> None:
+            try:
+                self.send(await work)
+            except ApiError as e:
+                self.send(protocol.Failed(number, protocol.Failure("api", e.message, e.status_code, e.param)))
+            except Exception as e:
+                if not isinstance(e, tuple(protocol.FAILURES.values())):
+                    log.error("a call of a front failed", exc_info=e)
+                self.send(protocol.Failed(number, protocol.failure_of(e)))
+            finally:
+                self._calls.pop(number, None)
+
+        self._calls[number] = asyncio.create_task(call())
+
+    async def _compile(self, record: protocol.Compile) -> protocol.Compiled:
+        RequestContext(client=record.client).enter()
+        assert self._host.grammar is not None, "a form without a tokenizer's file"
+        compiled = await self._host.grammar.grammar(record.form)
+        return protocol.Compiled(record.number, compiled.notes)
+
+    async def _answer(self, record: protocol.Ask) -> protocol.Answered:
+        return protocol.Answered(record.number, await self._host.answer(record.question))
+
+    async def _submit(self, record: protocol.Submit) -> protocol.Accepted:
+        RequestContext(client=record.client).enter()
+        sequences: list[tuple[int, _Live]] = []
+        try:
+            for prompt in record.prompts:
+                for choice in prompt.choices:
+                    sequence = await self._sequence(record, prompt, choice)
+                    sequences.append((choice.number, _Live(sequence, record.owner, choice.name)))
+                    await asyncio.sleep(0)
+        except BaseException:
+            for _, live in sequences:
+                live.sequence.request.close()
+            raise
+        numbers = {live.sequence.request: number for number, live in sequences}
+        self._host.engine.begin(list(numbers), lambda request, message: self._take(numbers[request], request, message))
+        self.live |= dict(sequences)
+        return protocol.Accepted(record.number)
+
+    async def _sequence(self, record: protocol.Submit, prompt: protocol.Prompt, choice: protocol.Choice):
+        llm, mask = self._host.llm, None
+        if prompt.form is not None:
+            assert self._host.grammar is not None, "a form without a tokenizer's file"
+            mask = (await self._host.grammar.grammar(prompt.form)).mask(prompt.thought)
+        try:
+            sequence = llm.new_sequence(
+                prompt.ids,
+                SamplingParams(**prompt.params | {"seed": choice.seed}),
+                prompt.block_size,
+                mask=mask,
+                budget=prompt.budget,
+                records_drafts=prompt.records_drafts,
+                ends=None if prompt.ends is None else FirstCall(prompt.ends),
+                client=record.client,
+                priority=prompt.priority,
+                prompt_logprobs=prompt.prompt_logprobs,
+                cache_salt=prompt.cache_salt,
+                media=prompt.media,
+                preparation=prompt.preparation,
+                streamed=False,
+            )
+        except BaseException:
+            if mask is not None:
+                mask.close()
+            raise
+        request = sequence.request
+        if request.monitor and choice.tokens:
+            request.monitor(choice.tokens)
+        request.tokens += choice.tokens
+        return sequence
+
+    def _leave(self, numbers: Sequence[int]) -> None:
+        gone = [live for number in numbers if (live := self.live.pop(number, None)) is not None]
+        for live in gone:
+            self._host.metrics.forget(live.sequence)
+        self._host.engine.leave([live.sequence.request for live in gone])
+
+    def _take(self, number: int, request: Request, message: Message) -> None:
+        """Adds an event of the engine to the next record."""
+        if (live := self.live.get(number)) is None:
+            return
+        if isinstance(message, Exception):
+            event = protocol.Event(number, failure=protocol.failure_of(message))
+        else:
+            self._host.metrics.observe(message)
+            event = self._event(number, live, message)
+        if event.finish_reason is not None or event.failure is not None:
+            del self.live[number]
+            if event.failure is None:
+                self._host.metrics.finish(live.sequence)
+            self._host.metrics.forget(live.sequence)
+        if not self._events:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._events.append(event)
+
+    @staticmethod
+    def _event(number: int, live: _Live, message: Event) -> protocol.Event:
+        request, is_first = live.sequence.request, not live.has_begun
+        live.has_begun = True
+        event = protocol.Event(number, message.tokens, message.yielded, message.block_size, message.finish_reason)
+        event.logprobs = message.logprobs
+        event.proposals = live.sequence.proposals(message)
+        if message.error is not None:
+            event.failure = protocol.failure_of(message.error)
+        if is_first or message.finish_reason is not None:
+            event.times, event.cached = request.times, request.cached
+        if is_first:
+            event.prompt_entries = request.prompt_entries
+        return event
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        self.send(protocol.Events(self._host.engine.engine.runner.clock, self._host.plain_round_s, events))
