@@ -27,7 +27,7 @@ from dflash_jax.server.request_context import current
 if TYPE_CHECKING:
     from dflash_jax.server.tower import TowerTurns
 
-# Bytes of the images and videos that are being read, of those that are decoded, and of their rows, each.
+# Bytes of the images and videos that are being read, and of those that are decoded, each.
 MOST_BYTES = 2**31
 # Paths of requests that may have images and videos.
 MEDIA_PATHS = frozenset(

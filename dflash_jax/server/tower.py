@@ -8,7 +8,9 @@ from dflash_jax.engine.ahead_of_time import yield_processors
 from dflash_jax.engine.media import PromptMedia
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.server.capacity import FairCapacity, Share
-from dflash_jax.server.media import MOST_BYTES
+
+# Bytes of the rows of images and videos.
+MOST_BYTES = 2**31
 
 
 class TowerTurns:

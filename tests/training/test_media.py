@@ -136,7 +136,7 @@ def test_features_of_training_are_those_of_decoding(llm, data, rows, config):
         rendered, parts = split_conversation(record["messages"], where, directory_of(record, where))
         ids = llm.tokenizer.mark_answers(rendered, where)[0]
         ids, media = llm.with_media(ids, parts) if parts else (ids, None)
-        talks[tuple(ids)] = media
+        talks[tuple(ids)] = media and llm.encoder.prompt_media(media)
     for index, row in enumerate(map(with_media(rows).__getitem__, range(len(rows)))):
         batch = jax.tree.map(lambda x: jnp.asarray(x)[None], row)
         _, found = features(trainer.leaves, batch["tokens"], batch["starts"], batch["media"])
