@@ -499,6 +499,21 @@ def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
     assert wait_until(lambda: media.memory.used == media.tower.memory.used == 0)
 
 
+def test_rows_without_memory_are_refused_and_a_tower_that_fails_keeps_none(vision, monkeypatch):
+    media, part = vision.serving.media, image_part(encoded(picture(33, 50, seed=8)))
+    with monkeypatch.context() as patch:
+        patch.setattr(media.tower.memory, "most", 24 * 36 * 4)
+        status, error = refused(vision, user(part, TEXT))
+        assert (status, "the memory for rows" in error["message"]) == (429, True)
+
+    def fails(media):
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(vision.serving.llm.encoder, "encode", fails)
+    assert vision.post(CHAT, messages=user(part, TEXT), **GREEDY).status_code == 500
+    assert wait_until(lambda: media.memory.used == media.tower.memory.used == 0)
+
+
 def test_several_prompts_of_a_request_do_not_wait_for_one_another(vision, monkeypatch):
     """Each may read what one client may have at a time."""
     monkeypatch.setattr(vision.serving.media, "_bytes", lambda part: 2**31)
