@@ -1,18 +1,16 @@
 """Images and videos of requests: fetched, decoded in processes of their own, placed in the prompt, and encoded.
 
-The vision tower runs last, when all else of a request is known to be right, on one thread: the engine's loop never
-waits for it. Clients share each step by turns, and the memory that requests take meanwhile.
+The vision tower (`tower.TowerTurns`) runs last, when all else of a request is known to be right. Clients share each
+step by turns, and the memory that requests take meanwhile.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_jax.engine.ahead_of_time import yield_processors
 from dflash_jax.engine.media import PromptMedia
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.concurrency import gather_or_cancel
@@ -25,6 +23,9 @@ from dflash_jax.media.parts import MediaPart, media_part
 from dflash_jax.server.capacity import FairCapacity, Share
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
+
+if TYPE_CHECKING:
+    from dflash_jax.server.tower import TowerTurns
 
 # Bytes of the images and videos that are being read, and of those that are decoded, each.
 MOST_BYTES = 2**31
@@ -63,7 +64,7 @@ class PlacedMedia:
     Attributes:
         prompt: As the engine takes them. The tower computes their rows when they are first asked for.
         seconds: Seconds by step: "fetch" (what waits for memory included), "decode", and "tower" once they are encoded.
-        memory: Memory of the pixels and rows.
+        memory: Memory of the pixels.
     """
 
     prompt: PromptMedia
@@ -75,39 +76,34 @@ class RequestMedia:
     """Reads and encodes the images and videos of all requests of a server.
 
     Attributes:
-        reader: The vision tower, the preprocessing and the limits.
+        reader: The preprocessing and the limits.
+        tower: Runs the vision tower.
         decoder: The processes that decode.
-        memory: Bytes of decoded images and videos, and of their rows, which stay until their request ends.
+        memory: Bytes of decoded images and videos.
     """
 
-    def __init__(self, reader: MediaReader, most_bytes: int = MOST_BYTES):
-        self.reader, self.decoder = reader, MediaDecoder(reader.limits)
+    def __init__(self, reader: MediaReader, tower: "TowerTurns", most_bytes: int = MOST_BYTES):
+        self.reader, self.tower, self.decoder = reader, tower, MediaDecoder(reader.limits)
         self.memory = FairCapacity(most_bytes, "the memory for images and videos")
-        tower = reader.encoder.tower
-        self._row_bytes = tower.config.out_hidden_size * tower.dtype.itemsize
         # What is fetched and decoded, which has further bytes meanwhile.
         self._reading = FairCapacity(most_bytes, "memory to read images and videos", reader.limits.waiting)
         # Requests have been admitted: those of many images wait here, where the fetcher and the decoder would refuse.
         self._fetches = FairCapacity(reader.limits.fetches, "the network")
         self._decodes = FairCapacity(reader.limits.decodes, "the decoder of images and videos")
-        self._turns = FairCapacity(1, "the vision tower")
-        self._tower = ThreadPoolExecutor(1, "vision-tower")
 
     def start(self) -> None:
         """Starts the processes that decode."""
         self.decoder.start()
 
     def compile(self, positions: int) -> None:
-        """Compiles the tower's programs for prompts of ``positions`` tokens; requests have precedence."""
-        yield_processors()
-        for size in self.reader.encoder.sizes_for(positions):
-            self.reader.encoder.compile(size)
+        """As of `TowerTurns`."""
+        self.tower.compile(positions)
 
     def stop(self) -> None:
         """Ends all fetches and processes, for good."""
         self.decoder.stop()
         self.reader.fetcher.stop()
-        self._tower.shutdown(wait=False, cancel_futures=True)
+        self.tower.stop()
 
     async def placed(self, ids: Sequence[int], parts: Sequence[MediaPart], field: str) -> tuple[list[int], PlacedMedia]:
         """Reads images and videos and puts them into a prompt.
@@ -131,15 +127,14 @@ class RequestMedia:
                 fetched = time.perf_counter()
                 media = await gather_or_cancel(map(self._decoded, parts, contents))
                 seconds = {"fetch": fetched - began, "decode": time.perf_counter() - fetched}
-                expanded, prompt = await asyncio.to_thread(self.reader.place, ids, media)
-                rows = self._row_bytes * sum(span.length for span in prompt.spans)
-                memory = self.memory.take_now(rows + sum(medium.pixels.nbytes for medium in media))
+                expanded, placed = await asyncio.to_thread(self.reader.place, ids, media)
+                memory = self.memory.take_now(sum(medium.pixels.nbytes for medium in media))
                 current().endings.callback(memory.release)
         except MediaError as e:
             raise ApiError(e.status, str(e), field) from None
         except InputError as e:
             raise ApiError(400, str(e), field) from None
-        return expanded, PlacedMedia(prompt, seconds, memory)
+        return expanded, PlacedMedia(self.tower.encoder.prompt_media(placed), seconds, memory)
 
     def _bytes(self, part: MediaPart) -> int:
         """Bytes that a part may take: encoded and decoded."""
@@ -158,15 +153,11 @@ class RequestMedia:
             return await self.decoder.decode(content, self.reader.settings(part), part.fps, part.num_frames)
 
     async def encode(self, media: PlacedMedia) -> None:
-        """Runs the tower, on one thread. Images of several requests take turns."""
+        """Runs the tower, after which the pixels are no longer needed, and the rows are until the request ends."""
         began = time.perf_counter()
-        for span in media.prompt.spans:
-            if span.is_encoded():
-                await asyncio.to_thread(span.rows)
-            else:
-                await self._turns.run(self._tower, span.rows)
-        # Rows stay until the request ends.
-        media.memory.keep(sum(span.rows().nbytes for span in media.prompt.spans))
+        rows = await self.tower.encode(current().client, media.prompt)
+        current().endings.callback(rows.release)
+        media.memory.release()
         media.seconds["tower"] = time.perf_counter() - began
 
 
