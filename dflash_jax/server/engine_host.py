@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflash_jax import protocol
@@ -83,7 +83,12 @@ class EngineHost:
         engine = self.engine.engine
         config = engine.config
         return protocol.Hello(
-            engine.runner.capacity, engine.runner.slots, config.largest_block, config.masks, {}, self._info
+            engine.runner.capacity,
+            engine.runner.slots,
+            config.largest_block,
+            config.masks,
+            asdict(self.llm.facts),
+            self._info,
         )
 
     def connect(self, send: Callable[[protocol.FromEngine], None]) -> "FrontConnection":

@@ -114,6 +114,10 @@ class Channel(asyncio.BufferedProtocol):
         on_record: Called with each record.
         on_end: Called once, when the connection has ended.
         most_bytes: Bytes of a frame, at most.
+
+    Attributes:
+        unsent_bytes: Bytes that wait for the connection.
+        has_ended: Whether the connection has ended.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class Channel(asyncio.BufferedProtocol):
         # What the transport does not have yet, and its bytes.
         self._unsent: deque[bytes | memoryview] = deque()
         self.unsent_bytes = 0
-        self._is_full, self._is_closing, self._has_ended = False, False, False
+        self._is_full, self._is_closing, self.has_ended = False, False, False
         # The receive buffer, and the part of it that has bytes.
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0
@@ -148,7 +152,7 @@ class Channel(asyncio.BufferedProtocol):
             TypeError: A value of the record cannot be sent.
         """
         pieces = self._encoder.pieces(record)
-        if self._is_closing or self._has_ended:
+        if self._is_closing or self.has_ended:
             return
         for piece in pieces:
             for at in range(0, len(piece), PIECE_BYTES):
@@ -177,7 +181,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
-        self._has_ended = True
+        self.has_ended = True
         self._unsent.clear()
         self.unsent_bytes = 0
         self.on_end()
@@ -209,7 +213,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def _flush(self) -> None:
         transport = self._transport
-        if transport is None or self._has_ended:
+        if transport is None or self.has_ended:
             return
         while self._unsent and not self._is_full:
             piece = self._unsent.popleft()
@@ -220,7 +224,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def _read(self) -> None:
         """Passes on the records that are complete, until the turn has taken `TURN_S`."""
-        if self._has_ended or self._transport is None or self._transport.is_closing():
+        if self.has_ended or self._transport is None or self._transport.is_closing():
             return
         until = time.perf_counter() + TURN_S
         try:
