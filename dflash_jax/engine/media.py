@@ -1,10 +1,45 @@
-"""Images and videos of a prompt, as the engine takes them: rows in place of embeddings, and rotary positions."""
+"""Images and videos of a prompt: where they are, and, as the engine takes them, rows in place of embeddings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from dflash_jax.media.medium import Medium
+
+
+class PlacedFrame(NamedTuple):
+    """Tokens of a prompt that stand for an image, or for one frame of a video.
+
+    Attributes:
+        start: The first token's position in the prompt.
+        length: Number of tokens.
+        medium: Index of the image or video.
+        offset: The row of the medium's tower outputs that belongs to the first token.
+    """
+
+    start: int
+    length: int
+    medium: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class UnencodedMedia:
+    """The images and videos of one prompt before the vision tower, as plain data: pixels, numbers and bytes.
+
+    Attributes:
+        media: The images and videos.
+        frames: Where they are, ascending; at least one.
+        positions: As in `PromptMedia`.
+        rope_delta: As in `PromptMedia`.
+    """
+
+    media: tuple[Medium, ...]
+    frames: tuple[PlacedFrame, ...]
+    positions: np.ndarray
+    rope_delta: int
 
 
 @dataclass(frozen=True, eq=False)

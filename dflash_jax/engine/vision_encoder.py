@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from dflash_jax.errors import InputError
-from dflash_jax.media.medium import Medium
+from dflash_jax.engine.media import MediaSpan, PromptMedia, UnencodedMedia
+from dflash_jax.media.medium import MOST_PATCHES, Medium, check_grid
 from dflash_jax.models.config import VisionConfig
 from dflash_jax.models.vision import VisionTower, frame_arrays
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
 # Patches of a pass.
-SIZES = tuple(256 * 2**k for k in range(9))
+SIZES = tuple(MOST_PATCHES >> k for k in reversed(range(9)))
 # Floating-point operations of a call, where a block has fewer: 25 ms at 400 TFLOP/s.
 CALL_FLOPS = 10**13
 # Temporaries of a call, bytes for each feature of a patch (compiled for a CPU: 37 in float32, whatever the depth).
@@ -121,6 +122,36 @@ class _Frame:
     patches: np.ndarray
 
 
+class _LazyMedium:
+    """An image or a video and its rows, which the tower computes when they are first asked for.
+
+    It keeps its pixels until then.
+
+    Args:
+        medium: The image or video.
+        encoder: The tower.
+    """
+
+    def __init__(self, medium: Medium, encoder: "VisionEncoder"):
+        self._key, self._medium, self._encoder = medium.key, medium, encoder
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """What takes the place of its tokens' embeddings, [tokens, H]."""
+        (rows,) = self._encoder.encode([self._medium])
+        del self._medium
+        return rows
+
+    def is_encoded(self) -> bool:
+        """Whether its rows are known, or kept from another request."""
+        return "rows" in vars(self) or self._key in self._encoder.outputs
+
+    def span(self, start: int, length: int, offset: int) -> MediaSpan:
+        """Its rows from ``offset`` on as a span of a prompt that begins at ``start``."""
+        key = self._key + offset.to_bytes(8, "little")
+        return MediaSpan(start, length, key, lambda: self.rows[offset : offset + length], self.is_encoded)
+
+
 class VisionEncoder:
     """Runs a vision tower over media. Threads may share it: calls run one after another.
 
@@ -162,26 +193,6 @@ class VisionEncoder:
         most = positions * self.config.block_patches
         return tuple(s for i, s in enumerate(self.sizes) if i == 0 or self.sizes[i - 1] < most)
 
-    def check(self, grid: tuple[int, int, int]) -> None:
-        """Checks that a medium can be encoded.
-
-        Args:
-            grid: Its frames, rows and columns, as in `Medium`.
-
-        Raises:
-            InputError: A side is no multiple of a merge block's, or a frame has more patches than the largest pass.
-        """
-        _, height, width = grid
-        merge = self.config.merge_size
-        if min(grid) < 1 or height % merge or width % merge:
-            raise InputError(
-                f"a grid of {grid} patches: it must have a frame or more, and multiples of {merge} rows and columns"
-            )
-        if height * width > self.sizes[-1]:
-            raise InputError(
-                f"an image or frame of {height} x {width} patches: at most {self.sizes[-1]} patches are possible"
-            )
-
     def compile(self, size: int) -> Compiled:
         """The program for passes of ``size`` patches, compiled at the first use; other threads wait."""
         with self._compiling:
@@ -208,10 +219,10 @@ class VisionEncoder:
             [tokens, out_hidden_size] for each medium, in the tower's dtype, read-only.
 
         Raises:
-            InputError: A medium has a grid that `check` refuses.
+            InputError: A medium has a grid that `check_grid` refuses.
         """
         for medium in media:
-            self.check(medium.grid)
+            check_grid(medium.grid, self.config.merge_size, self.sizes[-1])
         unique = {m.key: m for m in media}
         rows = self.outputs.find(unique)
         if len(rows) < len(unique):
@@ -220,6 +231,12 @@ class VisionEncoder:
                 rows |= self.outputs.find(unique.keys() - rows.keys())
                 rows |= self._compute({key: m for key, m in unique.items() if key not in rows})
         return [rows[m.key] for m in media]
+
+    def prompt_media(self, placed: UnencodedMedia) -> PromptMedia:
+        """The media of a prompt as the engine takes them. Their rows are computed when they are first asked for."""
+        media = [_LazyMedium(medium, self) for medium in placed.media]
+        spans = tuple(media[frame.medium].span(frame.start, frame.length, frame.offset) for frame in placed.frames)
+        return PromptMedia(spans, placed.positions, placed.rope_delta)
 
     def _compute(self, media: dict[bytes, Medium]) -> dict[bytes, np.ndarray]:
         """The rows of media, which are kept."""

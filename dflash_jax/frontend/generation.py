@@ -1,13 +1,15 @@
 """Generation: what `LLM` does with prompts, all at once or as a stream."""
 
 import copy
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import isnan
+from random import Random
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tqdm import tqdm
@@ -15,11 +17,12 @@ from tqdm import tqdm
 from dflash_jax.argument_checks import checked
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import template_options
-from dflash_jax.frontend.media import by_kind
+from dflash_jax.frontend.media import by_kind, media_parts
 from dflash_jax.frontend.outputs import Completion
-from dflash_jax.frontend.prompts import Prompt, Prompts, split_conversations
+from dflash_jax.frontend.prompts import Prompt, Prompts, split_conversations, split_prompts
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, is_open, split_reasoning
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.sync_engine import SyncEngine
@@ -64,10 +67,13 @@ class Generation(Prompts):
 
     programs: Executables
     plain_programs: Executables
+    encoder: VisionEncoder | None
     reproducible: bool
     load: Callable[[], None]
     _sync_engine: SyncEngine
     _request_ids: count
+    # Of requests that have no seed; None: each gets a random one.
+    _seeds: Random | None
 
     @checked("prompts")
     def check(
@@ -287,6 +293,43 @@ class Generation(Prompts):
 
     def _text_of(self, token: int) -> str | None:
         return self.tokenizer.token_bytes(token).decode(errors="replace") if self.tokenizer else None
+
+    def _sequences(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        block_size: BlockSize | None = None,
+        **options,
+    ) -> list[tuple[str | None, list[TextSequence]]]:
+        """`_sequences_of` of every prompt."""
+        several = split_prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        if len(each) != len(several):
+            raise InputError(f"{len(each)} SamplingParams for {len(several)} prompts: give one, or one each")
+        pairs = enumerate(zip(several, each, strict=True))
+        return [self._sequences_of(prompt, f"prompts[{i}]", one, block_size, **options) for i, (prompt, one) in pairs]
+
+    def _sequences_of(
+        self, prompt: Prompt, name: str, params: SamplingParams, block_size: BlockSize | None, **options
+    ) -> tuple[str | None, list[TextSequence]]:
+        """(text of a prompt, None where it was not given as text, and its n sequences)."""
+        fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        if isinstance(text := fields.get("prompt"), str) and fields.get("prompt_token_ids") is None:
+            self.check_length(text, name)
+        ids = self.encode(prompt, name)
+        if fields.get("multi_modal_data"):
+            ids, media = self.with_media(ids, media_parts(fields["multi_modal_data"], name))
+            assert self.encoder is not None
+            options["media"] = self.encoder.prompt_media(media)
+        sequences = [self.new_sequence(ids, each, block_size, **options) for each in self._choices(params)]
+        return text if isinstance(text, str) else None, sequences
+
+    def _choices(self, params: SamplingParams) -> list[SamplingParams]:
+        """The parameters of each of the n continuations of a prompt."""
+        seed = params.seed
+        if seed is None and self._seeds is None and params.n > 1:
+            seed = int.from_bytes(os.urandom(4), "little")
+        return [replace(params, n=1, seed=None if seed is None else (seed + i) % 2**32) for i in range(params.n)]
 
     def _submit(self, groups: list[list[TextSequence]]) -> None:
         """Submits the sequences of prompts. A call that is refused takes none of the LLM's seeds."""

@@ -27,13 +27,14 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.round_costs import NO_RECORD, CostRecord, RoundCosts, platform_named, processors
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
+from dflash_jax.frontend.front_model import ModelFacts
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import signature, with_other_names
 from dflash_jax.frontend.llm_config import Draft, LLMConfig
 from dflash_jax.frontend.loading import (
     Checkpoint,
     head_owner,
-    load_media,
+    load_encoder,
     load_models,
     placed_drafter,
     prepare_backend,
@@ -68,6 +69,7 @@ class LLM(Generation):
         block_size: Tokens that a round may yield, or "auto".
         largest_block: The largest block size; 1 without a drafter.
         media: Reads images and videos; None for a model of text.
+        encoder: Runs the vision tower on them; likewise.
         max_len: Positions of a request.
         slots: Prompts that are continued at a time.
         programs: `Executables` with the drafter.
@@ -124,7 +126,7 @@ class LLM(Generation):
         self.mem_fraction = given.mem_fraction
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
-        self.drafters, self.media, self._is_loaded = (), None, False
+        self.drafters, self.media, self.encoder, self._is_loaded = (), None, None, False
         self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
 
     def load(self) -> None:
@@ -135,8 +137,9 @@ class LLM(Generation):
         self.backend = prepare_backend(given.kernels)
         began = time.perf_counter()
         self.target, self.drafters = load_models(given, checkpoint, self.backend)
-        self.media = load_media(given, checkpoint, self.backend)
-        tower = None if self.media is None else self.media.encoder.tower
+        self.encoder = load_encoder(given, checkpoint, self.backend)
+        self.media = self.encoder and checkpoint.files.media_reader(self.config, self.tokenizer)
+        tower = self.encoder and self.encoder.tower
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafters, tower)))
         if self._group is not None:
             self._group.loaded()
@@ -235,6 +238,20 @@ class LLM(Generation):
         return ",".join(names) or None
 
     @property
+    def facts(self) -> ModelFacts:
+        """What a `FrontModel` of this model is made of."""
+        return ModelFacts(
+            **vars(self._checkpoint.files),
+            max_len=self.max_len,
+            slots=self.slots,
+            block_size=self.block_size,
+            largest_block=self.largest_block,
+            dtype=self.dtype,
+            drafting_method=self.drafting_method,
+            takes_media=self.media is not None,
+        )
+
+    @property
     def compile_s(self) -> float:
         """Seconds of all compilations."""
         return sum({id(p): p.compile_s for p in (self.programs, self.plain_programs)}.values())
@@ -319,11 +336,11 @@ class LLM(Generation):
             prefix_host_bytes=self.prefix_host_bytes,
             swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
-            media=self.media is not None,
+            media=self.encoder is not None,
             recomputes_exactly=self.reproducible or self.dtype == "float32",
             **options,
         )
-        tower = 0 if self.media is None else self.media.encoder.device_bytes(capacity)
+        tower = 0 if self.encoder is None else self.encoder.device_bytes(capacity)
         memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction, tower, max_total_tokens)
         text = "%d slots of at most %d positions, which share %d pages of %d: %s"
         log.info(text, slots, capacity, memory.counts[0] * programs.data, page_size(capacity), memory)

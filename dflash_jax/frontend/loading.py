@@ -26,14 +26,10 @@ from dflash_jax.checkpoint.load import (
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import read_chat_template
+from dflash_jax.frontend.front_model import ModelFiles
 from dflash_jax.frontend.llm_config import DTYPES, TINY, Draft, LLMConfig
-from dflash_jax.frontend.media import MediaReader
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.media.fetch import Fetcher
-from dflash_jax.media.limits import MediaLimits
-from dflash_jax.media.processor import image_settings
-from dflash_jax.media.video import video_settings
 from dflash_jax.models.config import DraftConfig, ModelConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
@@ -62,6 +58,7 @@ class Checkpoint:
 
     Attributes:
         directory: Of the target.
+        files: What text and media are read from.
         drafts: Directories of the drafters, that of the target for its MTP head; or drafters from memory.
         config: The target's configuration.
         draft_block_sizes: The drafters' own block sizes.
@@ -71,6 +68,7 @@ class Checkpoint:
     """
 
     directory: Path
+    files: ModelFiles
     drafts: tuple[Path | Drafting, ...]
     config: ModelConfig
     draft_block_sizes: tuple[int, ...]
@@ -103,9 +101,8 @@ class Checkpoint:
             raise InputError(f"draft tokens {given.draft_tokens}: there is no drafter")
         block_sizes = tuple(_check(draft, config, _overrides(given, draft, directory)).block_size for draft in drafts)
         vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
-        defaults = SamplingDefaults.read(directory, given.generation_config, given.hf_overrides)
-        defaults = defaults.overridden(given.sampling_defaults or {})
-        return cls(directory, drafts, config, block_sizes, vocabularies, defaults, _tokenizer(given, directory))
+        files = _files(given, directory)
+        return cls(directory, files, drafts, config, block_sizes, vocabularies, files.defaults(), files.tokenizer())
 
 
 def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) -> DraftConfig | MtpConfig | OwnConfig:
@@ -139,15 +136,25 @@ def _draft_vocabulary(given: LLMConfig, draft: Path | Drafting, config: ModelCon
     return jnp.asarray(read_draft_tokens(path, config.vocab_size))
 
 
-def _tokenizer(given: LLMConfig, directory: Path) -> Tokenizer | None:
-    if given.tokenizer is not None:
-        directory = resolve(given.tokenizer, download_dir=given.download_dir)
+def _files(given: LLMConfig, directory: Path) -> ModelFiles:
+    """What text and media are read from. Raises InputError where there is no tokenizer, and an option is for one."""
+    where = directory if given.tokenizer is None else resolve(given.tokenizer, download_dir=given.download_dir)
     template = None if given.chat_template is None else read_chat_template(given.chat_template)
-    if any((directory / name).exists() for name in TOKENIZER_FILES):
-        return Tokenizer(directory, template, given.chat_template_kwargs)
-    if given.tokenizer is not None or template is not None or given.chat_template_kwargs:
-        raise InputError(f"{directory} has no tokenizer")
-    return None
+    has_tokenizer, local = any((where / name).exists() for name in TOKENIZER_FILES), given.allowed_local_media_path
+    if not has_tokenizer and (given.tokenizer is not None or template is not None or given.chat_template_kwargs):
+        raise InputError(f"{where} has no tokenizer")
+    return ModelFiles(
+        directory=str(directory),
+        tokenizer_directory=str(where) if has_tokenizer else None,
+        chat_template=template,
+        chat_template_kwargs=given.chat_template_kwargs,
+        hf_overrides=given.hf_overrides,
+        generation_config=str(given.generation_config),
+        sampling_defaults=given.sampling_defaults,
+        limit_mm_per_prompt=given.limit_mm_per_prompt,
+        allowed_media_domains=tuple(given.allowed_media_domains or ()),
+        allowed_local_media_path=None if local is None else str(local),
+    )
 
 
 def prepare_backend(kernels: str) -> Backend:
@@ -181,8 +188,8 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     return target, tuple(drafters)
 
 
-def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> MediaReader | None:
-    """Loads the vision tower and the settings of images and videos; None for a model of text, and in a follower."""
+def load_encoder(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> VisionEncoder | None:
+    """Loads the vision tower; None for a model of text, and in a follower."""
     config = checkpoint.config
     if given.language_model_only or config.vision is None:
         return None
@@ -193,21 +200,7 @@ def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> Me
         # The leader computes the rows by itself, and sends them with the prompt's chunks.
         layout = ONE_DEVICE
     tower = load_tower(checkpoint.directory, DTYPES[given.dtype_name], layout, backend, given.hf_overrides)
-    if tower is None:
-        return None
-    assert config.media_tokens is not None
-    tokenizer, counts = checkpoint.tokenizer, given.limit_mm_per_prompt or {}
-    limits = MediaLimits(**{f"{kind}s": n for kind, n in counts.items()})
-    local = given.allowed_local_media_path
-    return MediaReader(
-        VisionEncoder(packed(tower, given.dtype_name), layout, given.media_cache_bytes),
-        config.media_tokens,
-        image_settings(checkpoint.directory),
-        video_settings(checkpoint.directory),
-        limits,
-        None if tokenizer is None else tokenizer.encode_plain,
-        Fetcher(given.allowed_media_domains or (), None if local is None else Path(local), limits),
-    )
+    return None if tower is None else VisionEncoder(packed(tower, given.dtype_name), layout, given.media_cache_bytes)
 
 
 def packed(module: M, dtype: str) -> M:

@@ -1,8 +1,7 @@
-"""Images and videos of prompts: read, placed among the tokens, and run through the vision tower."""
+"""Images and videos of prompts: read, and placed among the tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import numpy as np
 from PIL import Image
 
 from dflash_jax.argument_checks import shown
-from dflash_jax.engine.media import MediaSpan, PromptMedia
-from dflash_jax.engine.vision_encoder import VisionEncoder
+from dflash_jax.engine.media import PlacedFrame, UnencodedMedia
 from dflash_jax.errors import InputError
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.expand import ExpandedPrompt, expand
 from dflash_jax.media.fetch import Fetcher
 from dflash_jax.media.limits import MediaLimits
-from dflash_jax.media.medium import Medium
+from dflash_jax.media.medium import Medium, check_grid
 from dflash_jax.media.parts import LOW_PIXELS, MediaPart
 from dflash_jax.media.processor import ImageSettings, read_image
 from dflash_jax.media.video import VideoSettings, read_video
@@ -29,42 +27,12 @@ SOURCES = {
 }
 
 
-class EncodedMedium:
-    """An image or a video and its rows, which the tower computes when they are first asked for.
-
-    It keeps its pixels until then.
-
-    Args:
-        medium: The image or video.
-        encoder: The tower.
-    """
-
-    def __init__(self, medium: Medium, encoder: VisionEncoder):
-        self._key, self._medium, self._encoder = medium.key, medium, encoder
-
-    @cached_property
-    def rows(self) -> np.ndarray:
-        """What takes the place of its tokens' embeddings, [tokens, H]."""
-        (rows,) = self._encoder.encode([self._medium])
-        del self._medium
-        return rows
-
-    def is_encoded(self) -> bool:
-        """Whether its rows are known, or kept from another request."""
-        return "rows" in vars(self) or self._key in self._encoder.outputs
-
-    def span(self, start: int, length: int, offset: int) -> MediaSpan:
-        """Its rows from ``offset`` on as a span of a prompt that begins at ``start``."""
-        key = self._key + offset.to_bytes(8, "little")
-        return MediaSpan(start, length, key, lambda: self.rows[offset : offset + length], self.is_encoded)
-
-
 @dataclass(frozen=True)
 class MediaReader:
     """Makes images and videos part of prompts.
 
     Attributes:
-        encoder: The vision tower.
+        merge_size: Side of the vision tower's merge block in patches.
         tokens: Ids of the model's tokens for media.
         images: Preprocessing of images.
         videos: Preprocessing of videos.
@@ -73,7 +41,7 @@ class MediaReader:
         fetcher: Fetches URLs.
     """
 
-    encoder: VisionEncoder
+    merge_size: int
     tokens: MediaTokens
     images: ImageSettings
     videos: VideoSettings
@@ -132,20 +100,19 @@ class MediaReader:
             return self.text_ids(text)
 
         for medium in media:
-            self.encoder.check(medium.grid)
+            check_grid(medium.grid, self.merge_size)
         return expand(ids, media, self.tokens, text_ids)
 
-    def place(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[list[int], PromptMedia]:
+    def place(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[list[int], UnencodedMedia]:
         """Puts images and videos into a prompt: arguments and errors as of `expand`.
 
         Returns:
-            The token ids with a pad for each row, and the media as the engine takes them.
+            The token ids with a pad for each row, and the media, which `VisionEncoder.prompt_media` takes.
         """
-        prompt = self.expand(ids, media)
-        encoded = {id(medium): EncodedMedium(medium, self.encoder) for medium in media}
-        spans = tuple(encoded[id(span.medium)].span(span.start, span.tokens, span.offset) for span in prompt.spans)
-        positions = np.ascontiguousarray(prompt.positions[:, : spans[-1].end])
-        return prompt.ids.tolist(), PromptMedia(spans, positions, prompt.rope_delta)
+        prompt, index = self.expand(ids, media), {id(medium): i for i, medium in enumerate(media)}
+        frames = tuple(PlacedFrame(s.start, s.tokens, index[id(s.medium)], s.offset) for s in prompt.spans)
+        positions = np.ascontiguousarray(prompt.positions[:, : frames[-1].start + frames[-1].length])
+        return prompt.ids.tolist(), UnencodedMedia(tuple(media), frames, positions, prompt.rope_delta)
 
 
 def media_parts(given: Any, name: str) -> list[MediaPart]:

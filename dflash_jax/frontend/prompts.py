@@ -1,20 +1,19 @@
-"""From prompts to sequences: the part of `LLM` that needs no engine."""
+"""From prompts to sequences: the part of `LLM` that needs no engine, and no JAX."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from random import Random
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from dflash_jax.argument_checks import check_type, has_type, is_text, plain, shown
 from dflash_jax.engine.config import BlockSize
-from dflash_jax.engine.media import PromptMedia
+from dflash_jax.engine.media import UnencodedMedia
 from dflash_jax.engine.request import MaskProvider, RequestLimits, check_prompt
 from dflash_jax.engine.token_rules import CombinedMasks, DraftRecord, ThinkingBudget, TokenRules
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.media import MediaReader, media_parts
+from dflash_jax.frontend.media import MediaReader
 from dflash_jax.frontend.rules import token_rules
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.sequence import TextSequence
@@ -72,14 +71,15 @@ class Prompts:
     """Encodes prompts, checks their parameters and makes sequences. The attributes are documented with `LLM`."""
 
     config: ModelConfig
+    directory: Path
     tokenizer: Tokenizer | None
     defaults: SamplingDefaults
     block_size: BlockSize
     largest_block: int
     max_len: int
     media: MediaReader | None
-    # Of requests that have no seed; None: each gets a random one.
-    _seeds: Random | None
+    slots: int
+    dtype: str
 
     @property
     def limits(self) -> RequestLimits:
@@ -126,7 +126,7 @@ class Prompts:
             )
         return self.media
 
-    def with_media(self, ids: Sequence[int], parts: Sequence[MediaPart]) -> tuple[list[int], PromptMedia]:
+    def with_media(self, ids: Sequence[int], parts: Sequence[MediaPart]) -> tuple[list[int], UnencodedMedia]:
         """Puts images and videos into a prompt that has one pad for each.
 
         Args:
@@ -134,7 +134,7 @@ class Prompts:
             parts: The images and videos, in order; at least one.
 
         Returns:
-            The token ids with a pad for each row, and the media as the engine takes them.
+            As of `MediaReader.place`.
 
         Raises:
             InputError: The model takes no media, one cannot be read, or the numbers of pads and media differ.
@@ -253,38 +253,3 @@ class Prompts:
         needed = [each for each in masks if each is not None]
         request.mask = CombinedMasks(needed) if len(needed) > 1 else next(iter(needed), None)
         return sequence
-
-    def _sequences(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        block_size: BlockSize | None = None,
-        **options,
-    ) -> list[tuple[str | None, list[TextSequence]]]:
-        """`_sequences_of` of every prompt."""
-        several = split_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
-        if len(each) != len(several):
-            raise InputError(f"{len(each)} SamplingParams for {len(several)} prompts: give one, or one each")
-        pairs = enumerate(zip(several, each, strict=True))
-        return [self._sequences_of(prompt, f"prompts[{i}]", one, block_size, **options) for i, (prompt, one) in pairs]
-
-    def _sequences_of(
-        self, prompt: Prompt, name: str, params: SamplingParams, block_size: BlockSize | None, **options
-    ) -> tuple[str | None, list[TextSequence]]:
-        """(text of a prompt, None where it was not given as text, and its n sequences)."""
-        fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
-        if isinstance(text := fields.get("prompt"), str) and fields.get("prompt_token_ids") is None:
-            self.check_length(text, name)
-        ids = self.encode(prompt, name)
-        if fields.get("multi_modal_data"):
-            ids, options["media"] = self.with_media(ids, media_parts(fields["multi_modal_data"], name))
-        sequences = [self.new_sequence(ids, each, block_size, **options) for each in self._choices(params)]
-        return text if isinstance(text, str) else None, sequences
-
-    def _choices(self, params: SamplingParams) -> list[SamplingParams]:
-        """The parameters of each of the n continuations of a prompt."""
-        seed = params.seed
-        if seed is None and self._seeds is None and params.n > 1:
-            seed = int.from_bytes(os.urandom(4), "little")
-        return [replace(params, n=1, seed=None if seed is None else (seed + i) % 2**32) for i in range(params.n)]

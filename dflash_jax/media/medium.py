@@ -12,6 +12,9 @@ from dflash_jax.errors import InputError
 
 Kind = Literal["image", "video"]
 CHANNELS = 3
+# Patches of an image or frame at most: the largest images of published checkpoints have 16,777,216 pixels, which are as
+# many patches of 16 by 16.
+MOST_PATCHES = 2**16
 
 
 @dataclass(frozen=True)
@@ -156,3 +159,25 @@ class Medium:
                     line = values[:, channel][block[..., channel]].transpose(2, 0, 3, 1, 4)
                     patches[frame // depth, row, :, :, :, channel, frame % depth] = line
         return patches.reshape(-1, settings.patch_dim)
+
+
+def check_grid(grid: tuple[int, int, int], merge_size: int, most_patches: int = MOST_PATCHES) -> None:
+    """Checks that a vision tower can encode a medium.
+
+    Args:
+        grid: Its frames, rows and columns, as in `Medium`.
+        merge_size: Side of the tower's merge block in patches.
+        most_patches: Patches of a frame at most.
+
+    Raises:
+        InputError: A side is no multiple of a merge block's, or a frame has more patches.
+    """
+    _, height, width = grid
+    if min(grid) < 1 or height % merge_size or width % merge_size:
+        raise InputError(
+            f"a grid of {grid} patches: it must have a frame or more, and multiples of {merge_size} rows and columns"
+        )
+    if height * width > most_patches:
+        raise InputError(
+            f"an image or frame of {height} x {width} patches: at most {most_patches} patches are possible"
+        )

@@ -94,7 +94,7 @@ class Gate:
             self._check(scope, headers)
             # Without configured keys, the key of a request does not identify its sender.
             host = (scope.get("client") or (None,))[0]
-            context.client = context.owner if self.access.keys else host
+            context.client = context.owner.hex() if self.access.keys else host
             most_bytes = serving.most_body_bytes(scope["path"])
             body = context.body = Body(serving.bodies, serving.limits, context.client, most_bytes, serving.capacity)
             context.endings.callback(body.close)

@@ -65,13 +65,17 @@ class FairCapacity:
         """The most that one client has, rounded up."""
         return (self.most + 1) // 2
 
-    async def take(self, count: int) -> Share:
+    async def take(self, count: int, client: Hashable = None) -> Share:
         """Waits for ``count`` of the capacity; at most half is counted, so that two clients always fit.
+
+        Args:
+            count: How much.
+            client: Whose request it is; None: that of the current one.
 
         Raises:
             ApiError: 503, too many requests wait.
         """
-        client, count = current().client, min(count, self.half)
+        client, count = current().client if client is None else client, min(count, self.half)
         granted = asyncio.get_running_loop().create_future()
         try:
             self._waiting.setdefault(client, deque()).append((count, granted))
@@ -87,13 +91,13 @@ class FairCapacity:
             self._forget(client, granted)
         return Share(self, client, count)
 
-    def take_now(self, count: int) -> Share:
-        """Takes ``count`` of the capacity without waiting.
+    def take_now(self, count: int, client: Hashable = None) -> Share:
+        """Takes ``count`` of the capacity without waiting; arguments as of `take`.
 
         Raises:
             ApiError: 503, it does not fit; 429, this client has its half.
         """
-        client = current().client
+        client = current().client if client is None else client
         if self._used_by.get(client, 0) + count > self.half:
             raise ApiError(429, f"this client's requests take too much of {self._name}: try again later")
         if self.used + count > self.most:
@@ -101,13 +105,13 @@ class FairCapacity:
         self._add(client, count)
         return Share(self, client, count)
 
-    async def run(self, executor: Executor, work: Callable[[], T]) -> T:
+    async def run(self, executor: Executor, work: Callable[[], T], client: Hashable = None) -> T:
         """Runs ``work`` on a thread when it is this client's turn, which ends with the thread, not with the request.
 
         Raises:
             ApiError: As of `take`.
         """
-        share, loop = await self.take(1), asyncio.get_running_loop()
+        share, loop = await self.take(1, client), asyncio.get_running_loop()
 
         def ended(_) -> None:
             # The server may have stopped.

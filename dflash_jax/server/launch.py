@@ -342,8 +342,8 @@ class Runner:
                 prepared = beside.submit(self._prepare)
                 if self.is_full:
                     warm.all()
-                    if serving.media is not None:
-                        serving.media.compile(serving.capacity)
+                    if host.tower is not None:
+                        host.tower.compile(serving.capacity)
                 else:
                     warm.first(prepared.result)
                 prepared.result()
@@ -356,8 +356,8 @@ class Runner:
         gc.freeze()
         host.set_ready()
         log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, serving.name)
-        if serving.media is not None and not self.is_full:
-            arguments = {"target": serving.media.compile, "args": (serving.capacity,)}
+        if host.tower is not None and not self.is_full:
+            arguments = {"target": host.tower.compile, "args": (serving.capacity,)}
             threading.Thread(**arguments, name="vision-warm-up", daemon=True).start()
         if warm.compiled < warm.total:
             log.info("compiling %d programs beside requests", warm.total - warm.compiled)

@@ -1,19 +1,17 @@
 """Images and videos of requests: fetched, decoded in processes of their own, placed in the prompt, and encoded.
 
-The vision tower runs last, when all else of a request is known to be right, on one thread: the engine's loop never
-waits for it. Clients share each step by turns, and the memory that requests take meanwhile.
+The vision tower (`tower.TowerTurns`) runs last, when all else of a request is known to be right. Clients share each
+step by turns, and the memory that requests take meanwhile.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.engine.ahead_of_time import yield_processors
-from dflash_jax.engine.media import PromptMedia
+from dflash_jax.engine.media import UnencodedMedia
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.media import MediaReader
@@ -61,53 +59,42 @@ class PlacedMedia:
     """The images and videos of a prompt.
 
     Attributes:
-        prompt: As the engine takes them. The tower computes their rows when they are first asked for.
-        seconds: Seconds by step: "fetch" (what waits for memory included), "decode", and "tower" once they are encoded.
-        memory: Memory of the pixels and rows.
+        prompt: As the engine gets them.
+        seconds: Seconds by step: "fetch" (what waits for memory included) and "decode".
+        memory: Memory of the pixels.
     """
 
-    prompt: PromptMedia
+    prompt: UnencodedMedia
     seconds: dict[str, float]
     memory: Share
 
 
 class RequestMedia:
-    """Reads and encodes the images and videos of all requests of a server.
+    """Reads the images and videos of all requests of a front.
 
     Attributes:
-        reader: The vision tower, the preprocessing and the limits.
+        reader: The preprocessing and the limits.
         decoder: The processes that decode.
-        memory: Bytes of decoded images and videos, and of their rows, which stay until their request ends.
+        memory: Bytes of decoded images and videos.
     """
 
     def __init__(self, reader: MediaReader, most_bytes: int = MOST_BYTES):
         self.reader, self.decoder = reader, MediaDecoder(reader.limits)
         self.memory = FairCapacity(most_bytes, "the memory for images and videos")
-        tower = reader.encoder.tower
-        self._row_bytes = tower.config.out_hidden_size * tower.dtype.itemsize
         # What is fetched and decoded, which has further bytes meanwhile.
         self._reading = FairCapacity(most_bytes, "memory to read images and videos", reader.limits.waiting)
         # Requests have been admitted: those of many images wait here, where the fetcher and the decoder would refuse.
         self._fetches = FairCapacity(reader.limits.fetches, "the network")
         self._decodes = FairCapacity(reader.limits.decodes, "the decoder of images and videos")
-        self._turns = FairCapacity(1, "the vision tower")
-        self._tower = ThreadPoolExecutor(1, "vision-tower")
 
     def start(self) -> None:
         """Starts the processes that decode."""
         self.decoder.start()
 
-    def compile(self, positions: int) -> None:
-        """Compiles the tower's programs for prompts of ``positions`` tokens; requests have precedence."""
-        yield_processors()
-        for size in self.reader.encoder.sizes_for(positions):
-            self.reader.encoder.compile(size)
-
     def stop(self) -> None:
         """Ends all fetches and processes, for good."""
         self.decoder.stop()
         self.reader.fetcher.stop()
-        self._tower.shutdown(wait=False, cancel_futures=True)
 
     async def placed(self, ids: Sequence[int], parts: Sequence[MediaPart], field: str) -> tuple[list[int], PlacedMedia]:
         """Reads images and videos and puts them into a prompt.
@@ -131,15 +118,14 @@ class RequestMedia:
                 fetched = time.perf_counter()
                 media = await gather_or_cancel(map(self._decoded, parts, contents))
                 seconds = {"fetch": fetched - began, "decode": time.perf_counter() - fetched}
-                expanded, prompt = await asyncio.to_thread(self.reader.place, ids, media)
-                rows = self._row_bytes * sum(span.length for span in prompt.spans)
-                memory = self.memory.take_now(rows + sum(medium.pixels.nbytes for medium in media))
+                expanded, placed = await asyncio.to_thread(self.reader.place, ids, media)
+                memory = self.memory.take_now(sum(medium.pixels.nbytes for medium in media))
                 current().endings.callback(memory.release)
         except MediaError as e:
             raise ApiError(e.status, str(e), field) from None
         except InputError as e:
             raise ApiError(400, str(e), field) from None
-        return expanded, PlacedMedia(prompt, seconds, memory)
+        return expanded, PlacedMedia(placed, seconds, memory)
 
     def _bytes(self, part: MediaPart) -> int:
         """Bytes that a part may take: encoded and decoded."""
@@ -156,18 +142,6 @@ class RequestMedia:
     async def _decoded(self, part: MediaPart, content: bytes | DataUrl) -> Medium:
         with await self._decodes.take(1), _named(part):
             return await self.decoder.decode(content, self.reader.settings(part), part.fps, part.num_frames)
-
-    async def encode(self, media: PlacedMedia) -> None:
-        """Runs the tower, on one thread. Images of several requests take turns."""
-        began = time.perf_counter()
-        for span in media.prompt.spans:
-            if span.is_encoded():
-                await asyncio.to_thread(span.rows)
-            else:
-                await self._turns.run(self._tower, span.rows)
-        # Rows stay until the request ends.
-        media.memory.keep(sum(span.rows().nbytes for span in media.prompt.spans))
-        media.seconds["tower"] = time.perf_counter() - began
 
 
 def _is_data(part: MediaPart) -> bool:

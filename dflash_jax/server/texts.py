@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.errors import ApiError, ClientGoneError, TooLongError
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class Texts:
     """Tokenises for one server."""
 
-    def __init__(self, llm: LLM, capacity: int):
+    def __init__(self, llm: Prompts, capacity: int):
         """Prepares the threads; ``capacity``: positions of a slot."""
         self._llm, self._tokenizer, self._capacity = llm, llm.tokenizer, capacity
         self._short = ThreadPoolExecutor(2, "short-texts")

@@ -33,8 +33,8 @@ def record_of(rows: PackedRows, pair: Pair, with_hidden: bool) -> dict:
     digest = blake2b(digest_size=16)
     for i in range(len(rows)):
         digest.update(rows[i]["tokens"].tobytes() + rows[i]["starts"].tobytes() + rows.media_keys(i))
-    config, reader = pair.llm.config, pair.llm.media
-    tower = {"tower": fingerprint(reader.encoder.tower, pair.target.layout)} if reader and rows.has_media else {}
+    config, encoder = pair.llm.config, pair.llm.encoder
+    tower = {"tower": fingerprint(encoder.tower, pair.target.layout)} if encoder and rows.has_media else {}
     return tower | {
         "target": fingerprint(pair.target, pair.target.layout),
         "model_type": config.model_type,

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from dflash_jax.argument_checks import shown
+from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.media import MediaReader
 from dflash_jax.media.parts import MediaPart
@@ -25,7 +26,8 @@ class DocumentMedia:
     """Images and videos of a document.
 
     Attributes:
-        reader: Reads and computes them.
+        reader: Reads them.
+        encoder: Computes their rows.
         parts: What they are read from, in the order of their tokens.
         keys: What identifies the pixels of each.
         is_media: Which tokens stand for them, bool [N].
@@ -33,6 +35,7 @@ class DocumentMedia:
     """
 
     reader: MediaReader
+    encoder: VisionEncoder
     parts: tuple[MediaPart, ...]
     keys: tuple[bytes, ...]
     is_media: np.ndarray
@@ -44,7 +47,7 @@ class DocumentMedia:
         Raises:
             InputError: A file has changed since the data was read, or is gone.
         """
-        encoder = self.reader.encoder
+        encoder = self.encoder
         found, left = [np.zeros((0, encoder.config.out_hidden_size), encoder.tower.dtype)], count
         for part, key in zip(self.parts, self.keys, strict=True):
             # A document that is cut off may have lost its last ones.
@@ -67,13 +70,18 @@ Placed: TypeAlias = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarra
 Placer: TypeAlias = Callable[[Sequence[int], Sequence[bool], Sequence[MediaPart], str], Placed]
 
 
-def placer(reader: MediaReader | None) -> Placer | None:
+def placer(reader: MediaReader | None, encoder: VisionEncoder | None) -> Placer | None:
     """Places images and videos for a model; None for one without a vision tower."""
-    return None if reader is None else partial(_placed, reader)
+    return None if reader is None or encoder is None else partial(_placed, reader, encoder)
 
 
 def _placed(
-    reader: MediaReader, ids: Sequence[int], mask: Sequence[bool], parts: Sequence[MediaPart], where: str
+    reader: MediaReader,
+    encoder: VisionEncoder,
+    ids: Sequence[int],
+    mask: Sequence[bool],
+    parts: Sequence[MediaPart],
+    where: str,
 ) -> Placed:
     media = [reader.read(part) for part in parts]
     try:
@@ -88,7 +96,7 @@ def _placed(
     by_medium = dict(zip(map(id, media), parts, strict=True))
     ordered = [span.medium for span in prompt.spans if not span.offset]
     taken, keys = (by_medium[id(medium)] for medium in ordered), (medium.key for medium in ordered)
-    return prompt.ids, learned, DocumentMedia(reader, tuple(taken), tuple(keys), is_media, prompt.positions)
+    return prompt.ids, learned, DocumentMedia(reader, encoder, tuple(taken), tuple(keys), is_media, prompt.positions)
 
 
 def without_media(ids: Sequence[int], mask: Sequence[bool], parts: Sequence[MediaPart], where: str) -> Placed:

@@ -15,7 +15,7 @@ class MediaRows:
 
     def __init__(self, rows: PackedRows):
         self.rows = rows
-        encoder = next(rows.documents.media).reader.encoder
+        encoder = next(rows.documents.media).encoder
         self._shape, self._dtype = (rows.length, encoder.config.out_hidden_size), encoder.tower.dtype
 
     def __len__(self) -> int:

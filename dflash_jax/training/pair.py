@@ -45,7 +45,9 @@ class Pair:
 
     def rows(self, config: TrainConfig, tell: Callable[[str], None]) -> PackedRows:
         """Reads the data of ``config`` with the target's tokenizer and vision tower; see `read_rows`."""
-        return read_rows(config, self.llm.tokenizer, self.llm.config.vocab_size, tell, placer(self.llm.media))
+        return read_rows(
+            config, self.llm.tokenizer, self.llm.config.vocab_size, tell, placer(self.llm.media, self.llm.encoder)
+        )
 
     @cached_property
     def target(self) -> Decoder:

@@ -159,10 +159,10 @@ def test_a_low_detail_has_fewer_tokens(pair):
 )
 def test_a_prompt_that_cannot_be_is_refused_before_the_tower_runs(pair, text, media, message):
     _, llm = pair
-    calls = llm.media.encoder.calls
+    calls = llm.encoder.calls
     with pytest.raises(InputError, match=message):
         llm.generate({"prompt": text, "multi_modal_data": media}, GREEDY)
-    assert llm.media.encoder.calls == calls
+    assert llm.encoder.calls == calls
 
 
 def test_token_ids_need_neither_tokenizer_nor_settings_of_videos(pair, tmp_path):

@@ -95,9 +95,9 @@ def answered(server: Running, messages: list[dict], **more) -> dict:
 
 
 def refused(server: Running, messages: list[dict], **more) -> tuple[int, dict]:
-    calls = server.serving.llm.media.encoder.calls
+    calls = server.serving.llm.encoder.calls
     found = server.post(CHAT, messages=messages, **GREEDY, **more)
-    assert server.serving.llm.media.encoder.calls == calls
+    assert server.serving.llm.encoder.calls == calls
     return found.status_code, found.json()["error"]
 
 
@@ -415,12 +415,12 @@ def test_text_is_that_of_today(vision, monkeypatch):
 
 def test_a_rendered_chat_has_all_pads_and_does_not_run_the_tower(vision):
     expected = answered(vision, user(TEXT, image_part()))["prompt_token_ids"]
-    calls = vision.serving.llm.media.encoder.calls
+    calls = vision.serving.llm.encoder.calls
     # Another image, whose rows are not cached.
     messages = user(TEXT, image_part(encoded(picture(33, 50, seed=5))))
     found = vision.post(f"{CHAT}/render", messages=messages, chat_template_kwargs={"enable_thinking": False})
     assert found.json()["token_ids"] == expected
-    assert vision.serving.llm.media.encoder.calls == calls
+    assert vision.serving.llm.encoder.calls == calls
 
 
 def test_a_model_of_text_refuses_images_and_has_no_larger_bodies(server):
@@ -433,7 +433,7 @@ def test_a_model_of_text_refuses_images_and_has_no_larger_bodies(server):
 
 def test_a_stream_goes_on_while_the_tower_runs(vision, monkeypatch):
     """The tower waits for the end of another request's stream."""
-    encoder, ended = vision.serving.llm.media.encoder, threading.Event()
+    encoder, ended = vision.serving.llm.encoder, threading.Event()
     encode = encoder.encode
 
     def held(media):
@@ -464,7 +464,7 @@ def test_a_client_that_leaves_ends_its_work(vision, monkeypatch):
             cancelled.set()
 
     monkeypatch.setattr(decoder, "decode", endless)
-    calls = vision.serving.llm.media.encoder.calls
+    calls = vision.serving.llm.encoder.calls
 
     async def leave():
         import httpx
@@ -479,7 +479,7 @@ def test_a_client_that_leaves_ends_its_work(vision, monkeypatch):
     assert cancelled.wait(120)
     assert vision.idle()
     assert wait_until(lambda: vision.serving.media.memory.used == 0)
-    assert vision.serving.llm.media.encoder.calls == calls
+    assert vision.serving.llm.encoder.calls == calls
 
 
 def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
@@ -488,16 +488,31 @@ def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
 
     async def watched(placed):
         clients.add(current().client)
-        used.append(media.memory.used)
+        used.append((media.memory.used, media.tower.memory.used))
         await encode(placed)
-        used.append(media.memory.used)
+        used.append((media.memory.used, media.tower.memory.used))
 
     monkeypatch.setattr(media, "encode", watched)
     answered(vision, user(image_part(), TEXT))
-    # Pixels, and 24 rows of 36 numbers in float32.
-    assert used == [32 * 48 * 3 + 24 * 36 * 4, 24 * 36 * 4]
+    # Pixels, then 24 rows of 36 numbers in float32.
+    assert used == [(32 * 48 * 3, 0), (0, 24 * 36 * 4)]
     assert clients == {"127.0.0.1"}
-    assert wait_until(lambda: media.memory.used == 0)
+    assert wait_until(lambda: media.memory.used == media.tower.memory.used == 0)
+
+
+def test_rows_without_memory_are_refused_and_a_tower_that_fails_keeps_none(vision, monkeypatch):
+    media, part = vision.serving.media, image_part(encoded(picture(33, 50, seed=8)))
+    with monkeypatch.context() as patch:
+        patch.setattr(media.tower.memory, "most", 24 * 36 * 4)
+        status, error = refused(vision, user(part, TEXT))
+        assert (status, "the memory for rows" in error["message"]) == (429, True)
+
+    def fails(media):
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(vision.serving.llm.encoder, "encode", fails)
+    assert vision.post(CHAT, messages=user(part, TEXT), **GREEDY).status_code == 500
+    assert wait_until(lambda: media.memory.used == media.tower.memory.used == 0)
 
 
 def test_several_prompts_of_a_request_do_not_wait_for_one_another(vision, monkeypatch):

@@ -90,7 +90,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(llm, data) -> PackedRows:
-    return PackedRows(read_documents([data], llm.tokenizer, VOCAB, None, placer(llm.media)), LENGTH)
+    return PackedRows(read_documents([data], llm.tokenizer, VOCAB, None, placer(llm.media, llm.encoder)), LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_features_of_training_are_those_of_decoding(llm, data, rows, config):
         rendered, parts = split_conversation(record["messages"], where, directory_of(record, where))
         ids = llm.tokenizer.mark_answers(rendered, where)[0]
         ids, media = llm.with_media(ids, parts) if parts else (ids, None)
-        talks[tuple(ids)] = media
+        talks[tuple(ids)] = media and llm.encoder.prompt_media(media)
     for index, row in enumerate(map(with_media(rows).__getitem__, range(len(rows)))):
         batch = jax.tree.map(lambda x: jnp.asarray(x)[None], row)
         _, found = features(trainer.leaves, batch["tokens"], batch["starts"], batch["media"])
@@ -193,7 +193,7 @@ def test_rows_of_text_are_as_they_were(llm, tmp_path, data):
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
     ours, plain = (
         PackedRows(read_documents([path], llm.tokenizer, VOCAB, None, place), LENGTH)
-        for place in (placer(llm.media), None)
+        for place in (placer(llm.media, llm.encoder), None)
     )
     assert with_media(ours) is ours
     assert ours.digest() == plain.digest()
@@ -205,7 +205,7 @@ def test_training_on_text_has_the_same_bits_with_and_without_a_tower(config, tmp
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
     mine = replace(config, data=(str(path),), output=str(tmp_path / "with"))
     assert run.fit(mine, print) == (2, 2)
-    monkeypatch.setattr(llm_module, "load_media", lambda *_: None)
+    monkeypatch.setattr(llm_module, "load_encoder", lambda *_: None)
     assert run.fit(replace(mine, output=str(tmp_path / "without")), print) == (2, 2)
     assert_same_bits(parameters(tmp_path / "with"), parameters(tmp_path / "without"))
 
@@ -231,11 +231,11 @@ def _has(row: dict, document) -> bool:
 
 def test_a_file_that_changes_while_it_is_trained_on_is_named(llm, tmp_path):
     path = write(tmp_path / "set", CONVERSATIONS[:1])
-    (document,) = read_documents([path], llm.tokenizer, VOCAB, None, placer(llm.media))
+    (document,) = read_documents([path], llm.tokenizer, VOCAB, None, placer(llm.media, llm.encoder))
     before = document.media.rows(3)
     (tmp_path / "set/images/a.png").write_bytes(encoded(picture(33, 50, seed=9)))
     # The encoder has its rows no more.
-    llm.media.encoder.outputs.__init__(0)
+    llm.encoder.outputs.__init__(0)
     with pytest.raises(InputError, match=r"talks.jsonl:1: messages\[0\].content\[1\]: .*has changed"):
         document.media.rows(3)
     (tmp_path / "set/images/a.png").write_bytes(encoded(picture(33, 50)))
@@ -259,9 +259,9 @@ def test_a_file_that_changes_while_it_is_trained_on_is_named(llm, tmp_path):
 def test_a_line_whose_media_cannot_be_used_is_named_or_counted(llm, tmp_path, content, message):
     path = write(tmp_path / "set", [CONVERSATIONS[0], [asked(*content), ANSWER]])
     with pytest.raises(InputError, match=rf"^{re.escape(str(path))}:2: (?!{re.escape(str(path))}).*{message}"):
-        read_documents([path], llm.tokenizer, VOCAB, None, placer(llm.media))
+        read_documents([path], llm.tokenizer, VOCAB, None, placer(llm.media, llm.encoder))
     skipped = Skipped()
-    assert len(read_documents([path], llm.tokenizer, VOCAB, skipped, placer(llm.media))) == 1
+    assert len(read_documents([path], llm.tokenizer, VOCAB, skipped, placer(llm.media, llm.encoder))) == 1
     assert (skipped.count, message.partition(" ")[0].split("\\")[0] in skipped.first) == (1, True)
 
 
@@ -315,7 +315,7 @@ def test_answers_behind_media_are_those_of_chat_and_are_trained_on(llm, tmp_path
     located = [asked(text("what is "), {"type": "image", "image": str(data.parent / "images/a.png")}, text(" this?"))]
     (alone,) = llm.chat(located, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
     assert lines[0]["response_ids"] == alone.token_ids
-    documents = read_documents([path], llm.tokenizer, VOCAB, None, placer(llm.media))
+    documents = read_documents([path], llm.tokenizer, VOCAB, None, placer(llm.media, llm.encoder))
     assert [int(d.mask.sum()) for d in documents] == [len(line["response_ids"]) for line in lines]
     assert documents[0].tokens.tolist() == [*alone.prompt_ids, *alone.token_ids]
     assert [len(d.media.parts) if d.media else 0 for d in documents] == [1, 2, 2, 0]
