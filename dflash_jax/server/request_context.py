@@ -127,10 +127,10 @@ class RequestContext:
 
     def submit(self, sequences: Sequence[TextSequence]) -> None:
         """Notes that the engine has the sequences."""
-        self.sequences += sequences
         self.submitted.set()
         self.until_submitted.close()
         for sequence in sequences:
+            self.sequences.append(sequence)
             for observe in self.on_begin:
                 observe(self, sequence)
 
