@@ -7,12 +7,21 @@ both are in one process. A front numbers its requests and its calls; an engine's
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.media import UnencodedMedia
 from dflash_jax.engine.request import Times
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from dflash_jax.sampling_params import SamplingParams
+
+# Steps of images and videos before a request is submitted, as `Prompt.preparation` counts their seconds.
+MEDIA_STEPS = {
+    "fetch": "Images and videos of a request: all fetched.",
+    "decode": "Images and videos of a request: all decoded.",
+    "tower": "Images and videos of a request: all encoded by the vision tower.",
+}
 
 
 class Record(msgspec.Struct, tag=True, array_like=True):
@@ -23,7 +32,7 @@ class Part(msgspec.Struct, array_like=True):
     """A part of a message."""
 
 
-class Form(Part, frozen=True):
+class Form(msgspec.Struct, array_like=True, frozen=True):
     """The form that a text must have: a `Constraint`.
 
     Attributes:
@@ -37,7 +46,7 @@ class Form(Part, frozen=True):
     field: str
 
 
-class CallEnd(Part, frozen=True):
+class CallEnd(msgspec.Struct, array_like=True, frozen=True):
     """A text that ends after its first tool call.
 
     Attributes:
@@ -100,7 +109,7 @@ class Prompt(Part):
     budget: ThinkingBudget | None = None
     records_drafts: bool = False
     ends: CallEnd | None = None
-    media: Any = None
+    media: UnencodedMedia | None = None
     preparation: dict[str, float] = {}
     choices: list[Choice] = []
 
@@ -165,7 +174,7 @@ class Ask(Record):
 # What an engine sends.
 
 
-class Failure(Part, frozen=True):
+class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An exception.
 
     Attributes:
@@ -209,9 +218,15 @@ class State(Record):
 
 
 class Accepted(Record):
-    """The engine has the requests of a `Submit`."""
+    """The engine has the requests of a `Submit`.
+
+    Attributes:
+        number: Of the call.
+        tower_s: For each prompt, seconds of the vision tower.
+    """
 
     number: int
+    tower_s: list[float]
 
 
 class Compiled(Record):
@@ -296,6 +311,25 @@ def failure_of(error: Exception) -> Failure:
     kind = next((kind for kind, type_ in FAILURES.items() if isinstance(error, type_)), "engine")
     known = isinstance(error, FAILURES[kind])
     return Failure(kind, str(error) if known else f"{type(error).__name__}: {error}")
+
+
+def _plain(value: Any) -> Any:
+    """An array as plain values."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+    raise TypeError(type(value).__name__)
+
+
+def _array(kind: type, value: Any) -> Any:
+    """An array of plain values."""
+    assert kind is np.ndarray, kind
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+decode_front = msgspec.msgpack.Decoder(FromFront, dec_hook=_array).decode
+decode_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_array).decode
 
 
 def params_fields(params: SamplingParams) -> dict[str, Any]:

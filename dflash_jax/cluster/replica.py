@@ -66,9 +66,7 @@ class ReplicaServer:
         limits = ConnectionLimits(connections=allow_connections(args.max_connections))
         config = http_config(Member(app, secret), limits)
         self._http, self._drain_s = HttpServer(config, self.serving), args.drain_s
-        self._warm_up = WarmUpThread(
-            self._host, self._prepare, self.serving.media, args.warm_up == "full", self._tell_ready, self._fail
-        )
+        self._warm_up = WarmUpThread(self._host, self._prepare, args.warm_up == "full", self._tell_ready, self._fail)
         self._loop, self._is_ending, self._has_failed = asyncio.new_event_loop(), asyncio.Event(), False
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 

@@ -5,7 +5,7 @@ from math import inf, isfinite, isnan, nan
 
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.server.metrics import MEDIA_STEPS
+from dflash_jax.protocol import MEDIA_STEPS
 from dflash_jax.server.schema import StreamOptions
 from dflash_jax.server.serving import Serving
 

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat_schema, prepare, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import (
@@ -25,6 +24,7 @@ from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.constraint import Constraint, tag_in_lark
 from dflash_jax.server.content import text_of
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
+from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
@@ -90,15 +90,12 @@ def check(serving: Serving, body: chat_schema.ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
 
 
-async def prepare_chat(
-    serving: Serving, body: chat_schema.ChatRequest, *, encodes_media: bool = True
-) -> tuple[Conversation, list[TextSequence]]:
+async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Conversation, list[RemoteSequence]]:
     """Prepares the conversation and the sequences of a request.
 
     Args:
         serving: The model and its engine.
         body: The request.
-        encodes_media: Whether the vision tower runs.
 
     Raises:
         ApiError: The request is invalid.
@@ -134,7 +131,6 @@ async def prepare_chat(
         "records_drafts": body.return_proposals,
         "ends": talk.ends(),
         "media": talk.media,
-        "encodes_media": encodes_media,
     }
     return talk, await prepare.sequences(serving, talk.prompt, params, n, **options)
 
@@ -155,7 +151,7 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
 
 
 async def full_response(
-    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[TextSequence], head: dict
+    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[RemoteSequence], head: dict
 ) -> Response:
     """Waits for all sequences, then answers."""
     parsers, deltas = [talk.parser(body.shown_reasoning) for _ in sequences], [[] for _ in sequences]
@@ -169,7 +165,7 @@ def chat_completion(
     serving: Serving,
     body: chat_schema.ChatRequest,
     talk: Conversation,
-    sequences: list[TextSequence],
+    sequences: list[RemoteSequence],
     head: dict,
     parsers: list[Parser],
     deltas: list[list[Delta]],
@@ -245,7 +241,7 @@ def _as_call(call: CallDelta) -> dict:
 
 
 async def stream_chunks(
-    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[TextSequence], head: dict
+    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[RemoteSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
@@ -310,7 +306,7 @@ def check_batch(serving: Serving, body: chat_schema.ChatBatchRequest) -> None:
 
 async def prepare_batch(
     serving: Serving, body: chat_schema.ChatBatchRequest
-) -> tuple[list[chat_schema.ChatRequest], list[Conversation], list[TextSequence]]:
+) -> tuple[list[chat_schema.ChatRequest], list[Conversation], list[RemoteSequence]]:
     """A request, a conversation and a sequence for each list of messages.
 
     Raises:
@@ -347,7 +343,7 @@ async def full_batch_response(
     serving: Serving,
     bodies: list[chat_schema.ChatRequest],
     talks: list[Conversation],
-    sequences: list[TextSequence],
+    sequences: list[RemoteSequence],
     head: dict,
 ) -> Response:
     """Waits for all sequences, then answers."""

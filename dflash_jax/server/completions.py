@@ -7,7 +7,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.detokenizer import Detokenizer
-from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import prepare, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
@@ -21,6 +20,7 @@ from dflash_jax.server.answers import (
     usage,
 )
 from dflash_jax.server.body import MediaRoute
+from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
@@ -46,7 +46,7 @@ def prompts_of(body: schema.CompletionRequest) -> list:
     return given
 
 
-async def prepare_completions(serving: Serving, body: schema.CompletionRequest) -> list[TextSequence]:
+async def prepare_completions(serving: Serving, body: schema.CompletionRequest) -> list[RemoteSequence]:
     """Prepares the sequences of a request, those of the first prompt first.
 
     Raises:
@@ -94,7 +94,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
 
 
 async def full_response(
-    serving: Serving, body: schema.CompletionRequest, sequences: list[TextSequence], head: dict
+    serving: Serving, body: schema.CompletionRequest, sequences: list[RemoteSequence], head: dict
 ) -> Response:
     """Waits for all sequences, then answers."""
     await serving.run(sequences)
@@ -125,7 +125,7 @@ class Opening:
     entries: list[dict]
 
 
-def opening(serving: Serving, body: schema.CompletionRequest, sequence: TextSequence) -> Opening:
+def opening(serving: Serving, body: schema.CompletionRequest, sequence: RemoteSequence) -> Opening:
     """The beginning of a choice; empty without ``echo``."""
     tokenizer, request = serving.llm.tokenizer, sequence.request
     if not body.echo:
@@ -160,13 +160,13 @@ def logprobs_of(
     )
 
 
-def prompt_fields(serving: Serving, body: schema.CompletionRequest, sequence: TextSequence) -> dict:
+def prompt_fields(serving: Serving, body: schema.CompletionRequest, sequence: RemoteSequence) -> dict:
     """Fields of a choice that describe its prompt, null where they are not asked for."""
     scores = prompt_logprobs(serving.llm.tokenizer, sequence) if body.prompt_logprobs is not None else None
     return {"prompt_logprobs": scores, "prompt_token_ids": sequence.request.prompt if body.return_token_ids else None}
 
 
-def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: TextSequence) -> dict:
+def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: RemoteSequence) -> dict:
     """A complete choice."""
     is_new, begin = body.max_tokens != 0, opening(serving, body, sequence)
     text = (sequence.text.text if sequence.text else "") if is_new else ""
@@ -184,7 +184,7 @@ def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: T
 
 
 async def stream_chunks(
-    serving: Serving, body: schema.CompletionRequest, sequences: list[TextSequence], head: dict
+    serving: Serving, body: schema.CompletionRequest, sequences: list[RemoteSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())

@@ -124,7 +124,7 @@ class EngineClient:
             case protocol.Failed():
                 self._settle(record.number, lambda call: call.set_exception(exception_of(record.failure)))
             case protocol.Accepted():
-                self._settle(record.number, lambda call: call.set_result(None))
+                self._settle(record.number, lambda call: call.set_result(record.tower_s))
             case protocol.Compiled():
                 self._settle(record.number, lambda call: call.set_result(record.notes))
             case protocol.Answered():
@@ -210,7 +210,9 @@ class EngineClient:
         try:
             if sequences:
                 record = protocol.Submit(number, context.client, context.owner, list(prompts.values()))
-                await self._call(number, record)
+                for prompt, tower_s in zip(record.prompts, await self._call(number, record), strict=True):
+                    # The choices share it.
+                    prompt.preparation["tower"] = tower_s
             yield inbox
         finally:
             if unfinished := [each for each in numbers if self._inboxes.pop(each, None) is not None]:

@@ -6,13 +6,17 @@ Everything here runs in one event loop; the engine has a thread of its own (`Asy
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from msgspec.structs import astuple
 
 from dflash_jax import protocol
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
-from dflash_jax.engine.request import Event, Request
+from dflash_jax.engine.media import PromptMedia
+from dflash_jax.engine.request import Event
 from dflash_jax.engine.router import Message
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import WarmUp
@@ -20,6 +24,7 @@ from dflash_jax.errors import EngineError, QueueFullError, UnavailableError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.server.capacity import Share
 from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.engine_client import EngineClient
 from dflash_jax.server.errors import ApiError
@@ -27,6 +32,7 @@ from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.request_context import RequestContext
 from dflash_jax.server.tools import FirstCall
+from dflash_jax.server.tower import TowerTurns
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -39,6 +45,25 @@ COMMAND_S = 30.0
 
 
 @dataclass(eq=False)
+class _Rows:
+    """What is held for the images and videos of a prompt until its last request ends.
+
+    Attributes:
+        users: Its requests that have not ended.
+        share: The memory of the rows.
+    """
+
+    users: int = 0
+    share: Share | None = None
+
+    def leave(self) -> None:
+        """One of the requests has ended."""
+        self.users -= 1
+        if not self.users and self.share is not None:
+            self.share.release()
+
+
+@dataclass(eq=False)
 class _Live:
     """A request of a front.
 
@@ -46,13 +71,18 @@ class _Live:
         sequence: Its sequence.
         owner: Who may abort it.
         name: The id that clients know.
+        rows: What is held for its prompt.
         has_begun: Whether an event of it was sent.
     """
 
     sequence: TextSequence
     owner: bytes
     name: str
+    rows: _Rows
     has_begun: bool = False
+
+    def __post_init__(self):
+        self.rows.users += 1
 
 
 class EngineHost:
@@ -64,6 +94,7 @@ class EngineHost:
         metrics: Prometheus metrics, of the requests of all fronts.
         warm_up: Compiles the engine's programs.
         grammar: Structured output; None without a tokenizer's file.
+        tower: The vision tower; None for a model of text.
         is_ready: Whether requests are taken.
     """
 
@@ -74,6 +105,7 @@ class EngineHost:
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
             tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
             self.grammar = GrammarProcesses(tokens)
+        self.tower = None if llm.encoder is None else TowerTurns(llm.encoder)
         self._fronts: set[FrontConnection] = set()
         self._probe: asyncio.Task | None = None
         engine.on_change = self.tell_state
@@ -127,9 +159,10 @@ class EngineHost:
             self.grammar.start()
 
     def stop_workers(self) -> None:
-        """Ends the processes of grammars, for good."""
-        if self.grammar is not None:
-            self.grammar.stop()
+        """Ends the processes of grammars and the tower's thread, for good."""
+        for workers in (self.grammar, self.tower):
+            if workers is not None:
+                workers.stop()
 
     @property
     def plain_round_s(self) -> float | None:
@@ -239,7 +272,11 @@ class EngineHost:
 
 def in_process(host: EngineHost) -> EngineClient:
     """A front's side in the process and the event loop of ``host``: records are passed on as objects."""
-    client = EngineClient(lambda record: asyncio.get_running_loop().call_soon(front.receive, record))
+
+    def send(record: protocol.FromFront) -> None:
+        asyncio.get_running_loop().call_soon(front.receive, record)
+
+    client = EngineClient(send)
     front = host.connect(client.receive)
     return client
 
@@ -320,41 +357,64 @@ class FrontConnection:
 
     async def _submit(self, record: protocol.Submit) -> protocol.Accepted:
         RequestContext(client=record.client).enter()
-        sequences: list[tuple[int, _Live]] = []
+        begun: dict[int, _Live] = {}
         try:
-            for prompt in record.prompts:
-                for choice in prompt.choices:
-                    sequence = await self._sequence(record, prompt, choice)
-                    sequences.append((choice.number, _Live(sequence, record.owner, choice.name)))
-                    await asyncio.sleep(0)
+            seconds = [await self._prepare(record, prompt, begun) for prompt in record.prompts]
+            numbers = {live.sequence.request: number for number, live in begun.items()}
+            self._host.engine.begin(list(numbers), lambda request, message: self._take(numbers[request], message))
         except BaseException:
-            for _, live in sequences:
+            for live in begun.values():
                 live.sequence.request.close()
+                live.rows.leave()
             raise
-        numbers = {live.sequence.request: number for number, live in sequences}
-        self._host.engine.begin(list(numbers), lambda request, message: self._take(numbers[request], request, message))
-        self.live |= dict(sequences)
-        return protocol.Accepted(record.number)
+        self.live |= begun
+        return protocol.Accepted(record.number, seconds)
 
-    async def _sequence(self, record: protocol.Submit, prompt: protocol.Prompt, choice: protocol.Choice):
+    async def _prepare(self, record: protocol.Submit, prompt: protocol.Prompt, begun: dict[int, _Live]) -> float:
+        """Adds the requests of a prompt to ``begun``, and encodes its images and videos: the seconds of the tower."""
+        rows, tower, media = _Rows(), self._host.tower, None
+        if prompt.media is not None:
+            assert tower is not None, "media for a model of text"
+            media = tower.encoder.prompt_media(prompt.media)
+        params = SamplingParams(**prompt.params)
+        for choice in prompt.choices:
+            sequence = await self._sequence(record, prompt, replace(params, seed=choice.seed), media)
+            request = sequence.request
+            if request.monitor and choice.tokens:
+                request.monitor(choice.tokens)
+            request.tokens += choice.tokens
+            begun[choice.number] = _Live(sequence, record.owner, choice.name, rows)
+            # Others have a turn: there may be thousands, of thousands of tokens each.
+            await asyncio.sleep(0)
+        if media is None or tower is None:
+            return 0.0
+        before = time.perf_counter()
+        # Last, when no value of the prompt is wrong.
+        rows.share = await tower.encode(record.client, media)
+        prompt.preparation["tower"] = time.perf_counter() - before
+        return prompt.preparation["tower"]
+
+    async def _sequence(
+        self, record: protocol.Submit, prompt: protocol.Prompt, params: SamplingParams, media: PromptMedia | None
+    ) -> TextSequence:
         llm, mask = self._host.llm, None
         if prompt.form is not None:
             assert self._host.grammar is not None, "a form without a tokenizer's file"
             mask = (await self._host.grammar.grammar(prompt.form)).mask(prompt.thought)
         try:
-            sequence = llm.new_sequence(
+            return llm.new_sequence(
                 prompt.ids,
-                SamplingParams(**prompt.params | {"seed": choice.seed}),
+                params,
                 prompt.block_size,
                 mask=mask,
                 budget=prompt.budget,
                 records_drafts=prompt.records_drafts,
-                ends=None if prompt.ends is None else FirstCall(prompt.ends),
+                ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),
                 client=record.client,
                 priority=prompt.priority,
                 prompt_logprobs=prompt.prompt_logprobs,
                 cache_salt=prompt.cache_salt,
-                media=prompt.media,
+                media=media,
                 preparation=prompt.preparation,
                 streamed=False,
             )
@@ -362,19 +422,15 @@ class FrontConnection:
             if mask is not None:
                 mask.close()
             raise
-        request = sequence.request
-        if request.monitor and choice.tokens:
-            request.monitor(choice.tokens)
-        request.tokens += choice.tokens
-        return sequence
 
     def _leave(self, numbers: Sequence[int]) -> None:
         gone = [live for number in numbers if (live := self.live.pop(number, None)) is not None]
         for live in gone:
             self._host.metrics.forget(live.sequence)
+            live.rows.leave()
         self._host.engine.leave([live.sequence.request for live in gone])
 
-    def _take(self, number: int, request: Request, message: Message) -> None:
+    def _take(self, number: int, message: Message) -> None:
         """Adds an event of the engine to the next record."""
         if (live := self.live.get(number)) is None:
             return
@@ -385,6 +441,7 @@ class FrontConnection:
             event = self._event(number, live, message)
         if event.finish_reason is not None or event.failure is not None:
             del self.live[number]
+            live.rows.leave()
             if event.failure is None:
                 self._host.metrics.finish(live.sequence)
             self._host.metrics.forget(live.sequence)

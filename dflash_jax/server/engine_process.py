@@ -79,7 +79,7 @@ class EngineProcess(supervised.Child):
             # The log says why.
             loop.call_soon_threadsafe(self.send, supervised.Failed("", 1))
 
-        WarmUpThread(host, host.start_workers, None, args.warm_up == "full", tell_ready, end).start()
+        WarmUpThread(host, host.start_workers, args.warm_up == "full", tell_ready, end).start()
         await self._stopped.wait()
         server.close()
         await asyncio.to_thread(end_engine, host)

@@ -257,7 +257,6 @@ class WarmUpThread(threading.Thread):
     Args:
         host: The engine's side.
         prepare: What is done beside the first compilations.
-        media: The vision tower of a server, where it has one.
         is_full: Whether every program is compiled before the first request.
         on_ready: Called on the thread when requests are taken.
         on_failure: Called on the thread when they never will be.
@@ -267,13 +266,12 @@ class WarmUpThread(threading.Thread):
         self,
         host,
         prepare: Callable[[], None],
-        media,
         is_full: bool,
         on_ready: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] = lambda: None,
     ):
         super().__init__(name="warm-up", daemon=True)
-        self._host, self._prepare, self._media, self._is_full = host, prepare, media, is_full
+        self._host, self._prepare, self._is_full = host, prepare, is_full
         self._on_ready, self._on_failure = on_ready, on_failure
 
     def run(self) -> None:
@@ -288,7 +286,7 @@ class WarmUpThread(threading.Thread):
         leave_out_of_collections()
         host.set_ready()
         self._on_ready()
-        if self._media is not None and not self._is_full:
+        if host.tower is not None and not self._is_full:
             threading.Thread(target=self._compile_media, name="vision-warm-up", daemon=True).start()
         if warm.compiled < warm.total:
             log.info("compiling %d programs beside requests", warm.total - warm.compiled)
@@ -305,14 +303,14 @@ class WarmUpThread(threading.Thread):
             prepared = beside.submit(self._prepare)
             if self._is_full:
                 self._host.warm_up.all()
-                if self._media is not None:
+                if self._host.tower is not None:
                     self._compile_media()
             else:
                 self._host.warm_up.first(prepared.result)
             prepared.result()
 
     def _compile_media(self) -> None:
-        self._media.compile(self._host.engine.engine.runner.capacity)
+        self._host.tower.compile(self._host.engine.engine.runner.capacity)
 
 
 def leave_out_of_collections() -> None:

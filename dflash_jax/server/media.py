@@ -9,9 +9,9 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dflash_jax.engine.media import PromptMedia
+from dflash_jax.engine.media import UnencodedMedia
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.media import MediaReader
@@ -23,9 +23,6 @@ from dflash_jax.media.parts import MediaPart, media_part
 from dflash_jax.server.capacity import FairCapacity, Share
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
-
-if TYPE_CHECKING:
-    from dflash_jax.server.tower import TowerTurns
 
 # Bytes of the images and videos that are being read, and of those that are decoded, each.
 MOST_BYTES = 2**31
@@ -62,28 +59,27 @@ class PlacedMedia:
     """The images and videos of a prompt.
 
     Attributes:
-        prompt: As the engine takes them. The tower computes their rows when they are first asked for.
-        seconds: Seconds by step: "fetch" (what waits for memory included), "decode", and "tower" once they are encoded.
+        prompt: As the engine gets them.
+        seconds: Seconds by step: "fetch" (what waits for memory included) and "decode".
         memory: Memory of the pixels.
     """
 
-    prompt: PromptMedia
+    prompt: UnencodedMedia
     seconds: dict[str, float]
     memory: Share
 
 
 class RequestMedia:
-    """Reads and encodes the images and videos of all requests of a server.
+    """Reads the images and videos of all requests of a front.
 
     Attributes:
         reader: The preprocessing and the limits.
-        tower: Runs the vision tower.
         decoder: The processes that decode.
         memory: Bytes of decoded images and videos.
     """
 
-    def __init__(self, reader: MediaReader, tower: "TowerTurns", most_bytes: int = MOST_BYTES):
-        self.reader, self.tower, self.decoder = reader, tower, MediaDecoder(reader.limits)
+    def __init__(self, reader: MediaReader, most_bytes: int = MOST_BYTES):
+        self.reader, self.decoder = reader, MediaDecoder(reader.limits)
         self.memory = FairCapacity(most_bytes, "the memory for images and videos")
         # What is fetched and decoded, which has further bytes meanwhile.
         self._reading = FairCapacity(most_bytes, "memory to read images and videos", reader.limits.waiting)
@@ -95,15 +91,10 @@ class RequestMedia:
         """Starts the processes that decode."""
         self.decoder.start()
 
-    def compile(self, positions: int) -> None:
-        """As of `TowerTurns`."""
-        self.tower.compile(positions)
-
     def stop(self) -> None:
         """Ends all fetches and processes, for good."""
         self.decoder.stop()
         self.reader.fetcher.stop()
-        self.tower.stop()
 
     async def placed(self, ids: Sequence[int], parts: Sequence[MediaPart], field: str) -> tuple[list[int], PlacedMedia]:
         """Reads images and videos and puts them into a prompt.
@@ -134,7 +125,7 @@ class RequestMedia:
             raise ApiError(e.status, str(e), field) from None
         except InputError as e:
             raise ApiError(400, str(e), field) from None
-        return expanded, PlacedMedia(self.tower.encoder.prompt_media(placed), seconds, memory)
+        return expanded, PlacedMedia(placed, seconds, memory)
 
     def _bytes(self, part: MediaPart) -> int:
         """Bytes that a part may take: encoded and decoded."""
@@ -151,14 +142,6 @@ class RequestMedia:
     async def _decoded(self, part: MediaPart, content: bytes | DataUrl) -> Medium:
         with await self._decodes.take(1), _named(part):
             return await self.decoder.decode(content, self.reader.settings(part), part.fps, part.num_frames)
-
-    async def encode(self, media: PlacedMedia) -> None:
-        """Runs the tower, after which the pixels are no longer needed, and the rows are until the request ends."""
-        began = time.perf_counter()
-        rows = await self.tower.encode(current().client, media.prompt)
-        current().endings.callback(rows.release)
-        media.memory.release()
-        media.seconds["tower"] = time.perf_counter() - began
 
 
 def _is_data(part: MediaPart) -> bool:

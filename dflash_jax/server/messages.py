@@ -4,13 +4,13 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
 
-from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.json_text import loaded
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
 from dflash_jax.server.answers import usage
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import as_delta, prepare_chat, tools_in_use
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
+from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.messages_input import as_chat
 from dflash_jax.server.messages_schema import CountTokensRequest, MessagesRequest
@@ -105,7 +105,7 @@ def _object(arguments: str) -> dict:
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
-def stop_fields(sequence: TextSequence, parser: Parser) -> dict:
+def stop_fields(sequence: RemoteSequence, parser: Parser) -> dict:
     """Why an answer ended."""
     # The interface has no reason for an aborted answer; max_tokens is the nearest.
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
@@ -115,7 +115,7 @@ def stop_fields(sequence: TextSequence, parser: Parser) -> dict:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def usage_fields(sequence: TextSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
+def usage_fields(sequence: RemoteSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
     """Token counts; ``input_tokens`` are those that were not in the prefix cache."""
     prompt, cached = len(sequence.request.prompt), sequence.request.cached
     return {
@@ -134,7 +134,7 @@ router = APIRouter(route_class=MediaRoute, responses={"4XX": {"model": MessagesE
 
 
 async def message_events(
-    serving: Serving, talk: Conversation, sequence: TextSequence, message: dict, content: Content
+    serving: Serving, talk: Conversation, sequence: RemoteSequence, message: dict, content: Content
 ) -> AsyncGenerator[dict, None]:
     """Yields the events of an answer, and fills ``message`` with the complete answer."""
     parser = talk.parser()

@@ -11,19 +11,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.protocol import MEDIA_STEPS
 
 LABELS = ("model_name", "engine")
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
-
-# Steps of images and videos before a request is submitted, as `PlacedMedia` counts their seconds.
-MEDIA_STEPS = {
-    "fetch": "Images and videos of a request: all fetched.",
-    "decode": "Images and videos of a request: all decoded.",
-    "tower": "Images and videos of a request: all encoded by the vision tower.",
-}
 
 
 class Metrics:

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.reasoning import ThoughtTokens
-from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
 from dflash_jax.server import native_schema, prepare
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.body import MediaRoute
+from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.media import url_part
 from dflash_jax.server.request_context import current
@@ -38,7 +38,7 @@ class RequestedText:
         thought: Counts the tokens of its reasoning; None where it has none.
     """
 
-    sequence: TextSequence
+    sequence: RemoteSequence
     name: str
     is_new: bool
     thought: ThoughtTokens | None = None
@@ -108,7 +108,7 @@ def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, 
 
 async def prepare_generation(
     serving: Serving, body: native_schema.GenerateRequest
-) -> tuple[list[tuple[TextSequence, bool]], bool]:
+) -> tuple[list[tuple[RemoteSequence, bool]], bool]:
     """Prepares the sequences of a request.
 
     Returns:

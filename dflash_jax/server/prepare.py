@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
+from msgspec.structs import astuple
+
 from dflash_jax import protocol
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.token_rules import ThinkingBudget
@@ -301,11 +303,8 @@ async def sequences(
     records_drafts: bool = False,
     ends: CallEnd | None = None,
     media: PlacedMedia | None = None,
-    encodes_media: bool = True,
 ) -> list[RemoteSequence]:
     """Makes the sequences of a prompt, one for each choice. Their seeds are s, s + 1 and so on.
-
-    Images and videos are encoded last, when no value is invalid.
 
     Other requests have a turn after each, since there may be thousands, of thousands of tokens each.
 
@@ -324,7 +323,6 @@ async def sequences(
         records_drafts: Whether pieces have the drafts of each round.
         ends: What ends a text beside its stop strings.
         media: Images and videos of the prompt.
-        encodes_media: Whether the vision tower runs; not for sequences that no engine gets.
 
     Raises:
         ApiError: A value is invalid.
@@ -365,7 +363,7 @@ async def sequences(
                 block_size,
                 must_end=form is not None,
                 kind=RemoteSequence,
-                ends=None if ends is None else FirstCall(ends),
+                ends=None if ends is None else FirstCall(*astuple(ends)),
                 prompt_logprobs=prompt_logprobs,
                 preparation=shared.preparation,
             )
@@ -374,6 +372,8 @@ async def sequences(
         sequence.prompt = shared
         prepared.append(sequence)
         await asyncio.sleep(0)
-    if media is not None and serving.media is not None and encodes_media:
-        await serving.media.encode(media)
+    if media is not None:
+        # The engine has the pixels then.
+        current().until_submitted.callback(media.memory.release)
+        current().until_submitted.callback(setattr, shared, "media", None)
     return prepared

@@ -5,7 +5,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -54,6 +54,7 @@ class RequestContext:
         notes: Notes to the client, each in a header of the answer.
         sequences: Sequences that the engine got.
         submitted: Set when the engine has got all of them: no value of the request is wrong then.
+        until_submitted: Called when the engine has all of them, or the request ends.
         endings: Called when the request ends, however it ends.
     """
 
@@ -64,7 +65,7 @@ class RequestContext:
     on_begin: Sequence[Callable] = ()
     on_end: Sequence[Callable] = ()
     owner: bytes = b""
-    client: Hashable = None
+    client: str | None = None
     body: Any = None
     answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     ids: dict[TextSequence, str] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class RequestContext:
     notes: list[str] = field(default_factory=list)
     sequences: list[TextSequence] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    until_submitted: ExitStack = field(default_factory=ExitStack)
     endings: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self):
@@ -125,9 +127,10 @@ class RequestContext:
 
     def submit(self, sequences: Sequence[TextSequence]) -> None:
         """Notes that the engine has the sequences."""
-        self.sequences += sequences
         self.submitted.set()
+        self.until_submitted.close()
         for sequence in sequences:
+            self.sequences.append(sequence)
             for observe in self.on_begin:
                 observe(self, sequence)
 
@@ -136,6 +139,7 @@ class RequestContext:
 
         The sequences are left out then: what was started for the request, such as a process, keeps its context.
         """
+        self.until_submitted.close()
         self.endings.close()
         try:
             for observe in self.on_end if self.sequences else ():

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response as HttpResponse
 
-from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat_schema, responses_schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import request_metrics
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat, tools_in_use
 from dflash_jax.server.conversation import Conversation, converse
+from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, TooLongError, as_api_error, from_conversion_error
 from dflash_jax.server.request_context import current
 from dflash_jax.server.response_store import StoredResponse
@@ -70,7 +70,7 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
 
 async def prepare_response(
     http: Request, body: responses_schema.ResponsesRequest, entry: StoredResponse | None
-) -> tuple[Conversation, list[TextSequence], bytes]:
+) -> tuple[Conversation, list[RemoteSequence], bytes]:
     """Prepares a request after the response ``entry``.
 
     Returns:
@@ -129,7 +129,7 @@ async def prepare_response(
     return talk, sequences, stored
 
 
-async def full_response(events: AsyncGenerator[dict, None], sequences: Sequence[TextSequence]) -> HttpResponse:
+async def full_response(events: AsyncGenerator[dict, None], sequences: Sequence[RemoteSequence]) -> HttpResponse:
     """Waits for all events, then answers."""
     async for event in events:
         last = event
@@ -139,7 +139,7 @@ async def full_response(events: AsyncGenerator[dict, None], sequences: Sequence[
 
 
 async def event_frames(
-    events: AsyncGenerator[dict, None], sequences: Sequence[TextSequence]
+    events: AsyncGenerator[dict, None], sequences: Sequence[RemoteSequence]
 ) -> AsyncGenerator[bytes, None]:
     """Yields events as frames, with their sequence numbers."""
     number = 0
@@ -161,7 +161,7 @@ def error_frame(error: ApiError, number: int = 0) -> bytes:
 async def response_events(
     serving: Serving,
     talk: Conversation,
-    sequence: TextSequence,
+    sequence: RemoteSequence,
     value: dict,
     store_response: Callable[[dict], Awaitable[None]],
 ) -> AsyncGenerator[dict, None]:

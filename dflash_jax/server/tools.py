@@ -28,7 +28,6 @@ from random import Random
 
 from dflash_jax.frontend.reasoning import ReasoningSplitter, partial_marker
 from dflash_jax.json_text import loaded, reworded, word
-from dflash_jax.protocol import CallEnd
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.S)
@@ -349,12 +348,11 @@ def joined(deltas: Sequence[CallDelta]) -> list[dict]:
 class FirstCall:
     """Ends a text after its first call, as ``ends`` of a `TextSequence`.
 
-    The text ends after a later call where min_tokens prevents it.
+    The text ends after a later call where min_tokens prevents it. The arguments are the fields of `protocol.CallEnd`.
     """
 
-    def __init__(self, end: CallEnd):
-        self._splitter = ReasoningSplitter(end.is_thinking)
-        self._tools = ToolParser(end.is_xml, json.loads(end.tools), end.is_forced)
+    def __init__(self, is_thinking: bool, is_xml: bool, tools: str, is_forced: bool):
+        self._splitter, self._tools = ReasoningSplitter(is_thinking), ToolParser(is_xml, json.loads(tools), is_forced)
 
     def __call__(self, text: str) -> bool:
         """Whether the sequence ends after ``text``, the next part of it."""

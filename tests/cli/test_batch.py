@@ -254,9 +254,10 @@ def test_an_interrupt_loses_nothing(tmp_path):
 @pytest.mark.parametrize(("error", "ended"), [(KeyboardInterrupt, ["workers"]), (EngineError, ["engine", "workers"])])
 def test_an_interrupt_does_not_wait_for_the_engine_which_may_be_compiling(error, ended):
     calls = []
-    engine = SimpleNamespace(start=lambda: None, stop=lambda: calls.append("engine"))
-    serving = SimpleNamespace(grammar=None, media=None, engine=engine, stop_workers=lambda: calls.append("workers"))
-    with pytest.raises(error), batch.running(serving):
+    engine = SimpleNamespace(stop=lambda: calls.append("engine"))
+    host = SimpleNamespace(engine=engine, start_workers=lambda: None, set_ready=lambda: None, stop_workers=lambda: None)
+    serving = SimpleNamespace(media=None, stop_workers=lambda: calls.append("workers"))
+    with pytest.raises(error), batch.running(host, serving):
         raise error
     assert calls == ended
 

@@ -18,7 +18,6 @@ from dflash_jax.media.limits import MediaLimits
 from dflash_jax.server import body
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
-from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from tests.media.encoded import clip, encoded, picture
 from tests.server.both_ways import stream
@@ -483,27 +482,32 @@ def test_a_client_that_leaves_ends_its_work(vision, monkeypatch):
 
 
 def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
-    media, used, clients = vision.serving.media, [], set()
-    encode = media.encode
+    media, tower, used, clients = vision.serving.media, vision.host.tower, [], set()
+    encode, begin = tower.encode, vision.host.engine.engine.submit
 
-    async def watched(placed):
-        clients.add(current().client)
-        used.append((media.memory.used, media.tower.memory.used))
-        await encode(placed)
-        used.append((media.memory.used, media.tower.memory.used))
+    async def watched(client, prompt_media):
+        clients.add(client)
+        used.append((media.memory.used, tower.memory.used))
+        return await encode(client, prompt_media)
 
-    monkeypatch.setattr(media, "encode", watched)
+    def begins(request, **options):
+        assert wait_until(lambda: not media.memory.used)
+        used.append((media.memory.used, tower.memory.used))
+        return begin(request, **options)
+
+    monkeypatch.setattr(tower, "encode", watched)
+    monkeypatch.setattr(vision.host.engine.engine, "submit", begins)
     answered(vision, user(image_part(), TEXT))
     # Pixels, then 24 rows of 36 numbers in float32.
     assert used == [(32 * 48 * 3, 0), (0, 24 * 36 * 4)]
     assert clients == {"127.0.0.1"}
-    assert wait_until(lambda: media.memory.used == media.tower.memory.used == 0)
+    assert wait_until(lambda: media.memory.used == tower.memory.used == 0)
 
 
 def test_rows_without_memory_are_refused_and_a_tower_that_fails_keeps_none(vision, monkeypatch):
-    media, part = vision.serving.media, image_part(encoded(picture(33, 50, seed=8)))
+    media, tower, part = vision.serving.media, vision.host.tower, image_part(encoded(picture(33, 50, seed=8)))
     with monkeypatch.context() as patch:
-        patch.setattr(media.tower.memory, "most", 24 * 36 * 4)
+        patch.setattr(tower.memory, "most", 24 * 36 * 4)
         status, error = refused(vision, user(part, TEXT))
         assert (status, "the memory for rows" in error["message"]) == (429, True)
 
@@ -512,7 +516,7 @@ def test_rows_without_memory_are_refused_and_a_tower_that_fails_keeps_none(visio
 
     monkeypatch.setattr(vision.serving.llm.encoder, "encode", fails)
     assert vision.post(CHAT, messages=user(part, TEXT), **GREEDY).status_code == 500
-    assert wait_until(lambda: media.memory.used == media.tower.memory.used == 0)
+    assert wait_until(lambda: media.memory.used == tower.memory.used == 0)
 
 
 def test_several_prompts_of_a_request_do_not_wait_for_one_another(vision, monkeypatch):

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 
 from dflash_jax.server.conversation import Delta
-from dflash_jax.server.engine_host import in_process
+from dflash_jax.server.engine_host import EngineHost, in_process
 from dflash_jax.server.messages import Content
 from dflash_jax.server.messages_input import as_messages
 from dflash_jax.server.messages_schema import Block, MessagesRequest, TurnMessage
@@ -261,8 +261,8 @@ def test_errors_that_the_client_knows(client, llm, quiet):
     body = json.dumps({"messages": [USER | {"content": "x" * (10 * 2**20)}]})
     large = quiet.http.post("/v1/messages", content=body)
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
-    serving = Serving(llm, in_process(quiet.host), ["tiny"])
-    running = Running(serving, quiet.host, "secret")
+    warming = EngineHost(llm, quiet.host.engine, "tiny")
+    running = Running(Serving(llm, in_process(warming), ["tiny"]), warming, "secret")
     try:
         refused = running.http.post("/v1/messages", json={"messages": HI, "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from dflash_jax.protocol import CallEnd
 from dflash_jax.server.tools import FirstCall
 from tests.server.conftest import MESSAGES, OFF, TOOL
 
@@ -139,5 +138,5 @@ def test_in_the_other_interfaces(quiet):
 )
 def test_where_a_first_call_ends(text, ended):
     """By characters. A call in a thought is none."""
-    first = FirstCall(CallEnd(False, True, json.dumps({"f": {}}), False))
+    first = FirstCall(False, True, json.dumps({"f": {}}), False)
     assert [first(character) for character in text][-1] is ended

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -127,10 +126,10 @@ def test_where_rounds_cannot_be_recorded_the_request_is_refused(quiet, monkeypat
         return answer.json()["error"]["message"]
 
     assert refusal() == "return_proposals needs stream: true"
-    config = quiet.host.engine.engine.config
-    monkeypatch.setattr(quiet.host.engine.engine, "config", replace(config, speculations=(Speculation(1),)))
+    monkeypatch.setattr(quiet.serving.hello, "largest_block", 1)
     assert "needs a drafter" in refusal(stream=True)
-    monkeypatch.setattr(quiet.host.engine.engine, "config", replace(config, masks=False))
+    monkeypatch.setattr(quiet.serving.hello, "largest_block", 16)
+    monkeypatch.setattr(quiet.serving.hello, "has_masks", False)
     assert "structured output" in refusal(stream=True)
 
 

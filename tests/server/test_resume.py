@@ -6,12 +6,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from dflash_jax import SamplingParams
+from dflash_jax import SamplingParams, protocol
 from dflash_jax.engine.request import Event
 from dflash_jax.errors import QueueFullError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.server.engine_client import EngineClient, RemoteSequence
 from dflash_jax.server.request_context import RequestContext
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
 from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED, Run, recorded
@@ -166,13 +167,19 @@ def test_stored_response_is_replaced_by_a_later_run_of_its_request_alone():
 def test_a_resumed_stream_that_finds_no_place_is_refused_before_its_first_piece(tokenizer):
     """So that the refusal sets the status, and another replica may take the stream."""
     sequence = new_sequence(tokenizer)
-    lines = [recorded(0, sequence, piece) for piece in generated(sequence, tokenizer.encode_plain("x = 1"), [])]
-    engine = Mock()
-    engine.reserved.side_effect = QueueFullError("full")
+    pieces = generated(sequence, tokenizer.encode_plain("x = 1"), [1])
+    lines = [recorded(0, sequence, piece) for piece in pieces[:-1]]
+
+    def send(record):
+        client.receive(protocol.Failed(record.number, protocol.failure_of(QueueFullError("full"))))
+
+    client = EngineClient(send)
 
     async def first():
         RequestContext(run=Run("key", lines=lines)).enter()
-        return await anext(Serving.merged(Mock(engine=engine), [new_sequence(tokenizer)]))
+        resumed = RemoteSequence([1], SamplingParams(), [0], tokenizer)
+        resumed.prompt = protocol.Prompt([1], {}, "auto")
+        return await anext(Serving.merged(Mock(engine=client), [resumed]))
 
     with pytest.raises(QueueFullError):
         asyncio.run(first())

@@ -29,7 +29,7 @@ def test_masks_are_closed_with_the_request(quiet, name, monkeypatch, no_collecto
     path, body, status = BODIES[name]
     if path == "/generate":
         sampling = {"regex": FORM["regex"], "max_new_tokens": 8}
-        body = body | {"sampling_params": [sampling, sampling | {"bad_words": ["\0" * 4096]}]}
+        body = body | {"sampling_params": [sampling, sampling | {"bad_words": [" "]}]}
     else:
         body = FORM | body
     if status == 429:
