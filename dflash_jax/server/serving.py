@@ -20,7 +20,6 @@ from dflash_jax.server.request_context import RequestContext, current
 from dflash_jax.server.response_store import Responses, ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
-from dflash_jax.server.tower import TowerTurns
 
 # SGLang's name for the one model of a server.
 ANY_MODEL = "default"
@@ -112,9 +111,7 @@ class Serving:
         self.long_conversations = FairCapacity(LONG_ITEMS, "the reading of long conversations", WAITING)
         self.templates = Templates(llm.tokenizer) if llm.tokenizer is not None else None
         self.texts = Texts(llm, self.capacity)
-        self.media = None
-        if llm.media is not None and llm.encoder is not None:
-            self.media = RequestMedia(llm.media, TowerTurns(llm.encoder))
+        self.media = RequestMedia(llm.media) if llm.media is not None else None
 
     def prepare(self) -> None:
         """Imports and starts what the first request would wait for otherwise."""
