@@ -328,6 +328,8 @@ class Supervisor:
                 if is_first:
                     self._listen()
                     self._start_fronts()
+                else:
+                    log.info("this process follows the first one")
             case supervised.Loaded():
                 self._path = str(self._folder / f"engine-{self._engines}")
                 for front in self._fronts.values():

@@ -67,6 +67,9 @@ class StandIn(supervised.Child):
         if "never-ready" in os.environ.get("STAND_IN", ""):
             await asyncio.Event().wait()
         self.send(supervised.Ready(1, 2, "model"))
+        if "breaks" in os.environ.get("STAND_IN", ""):
+            await asyncio.sleep(0.5)
+            self.send(supervised.Broken())
         await self.stopped.wait()
         say("engine stops")
         return 0

@@ -199,6 +199,13 @@ def test_the_death_of_the_engine_ends_the_server_with_code_1_after_its_requests(
     assert server.end() == 1
 
 
+def test_a_failure_of_the_device_that_is_to_end_the_server_drains_it(start):
+    server = start(stand_in="breaks").ready()
+    server.until("(exiting: the engine has failed)")
+    assert server.end() == 1
+    assert "engine stops" in server.said
+
+
 def test_a_new_engine_takes_the_place_of_one_that_died(start):
     server = start("--restart-on-failure").ready()
     (front,) = server.connections(1)
@@ -261,7 +268,7 @@ def test_of_several_hosts_the_first_alone_has_fronts(start):
     assert "listening" not in server.said
     assert not server.pids("front")
     server = start("--distributed", ENDS_S="600")
-    server.until("^engine (.*)$")
+    server.until("(this process follows the first one)")
     server.signal(signal.SIGTERM)
     server.until("(SIGTERM: this process ends with the first one)")
     server.signal(signal.SIGTERM)
