@@ -9,19 +9,18 @@ where p_i is the probability that the sequence accepts draft i of a block where 
 
 At first the p_i follow from the acceptance on record for the drafter (`engine.acceptance`), and the seconds from the
 measurements on record for the device and the models (`engine.round_costs`); both are then measured, with the drafter's
-part and the update of contexts included. Seconds that are not measured are predicted. A prediction decides what is
-tried first, and chooses only where nothing could be measured for a while: plain decoding comes first.
+part and the update of contexts included. Seconds that are not measured are predicted; a prediction decides what is
+tried first, and chooses only where nothing could be measured for a while. Plain decoding comes first, also where its
+seconds on record, which may be too high, do not make it the fastest.
 
-A round says little about the acceptance of other drafters, and plain decoding (b = 1) nothing about any: from time to
-time, for at most a fiftieth of the time, other rounds are tried where they could be faster. A compiled round that is
-not measured is tried at once, and so is the first one that drafts a single sequence. Others that are not compiled are
-tried after a while, since their compilation is waited for.
+A round says little about the acceptance of other drafters, and plain decoding (b = 1) nothing about any: for at most a
+fiftieth of the time, other rounds are tried where they could be faster. A compiled round that is not measured is tried
+at once, and so is the first one that drafts a single sequence; others after a while, since they are waited for.
 
 Contexts cost time, too, and can be left out; they start anew where they are wanted again. Plain decoding runs without
 drafters (`NO_DRAFTER`) where contexts take more time than trials may, or where no draft could pay off even at the best
-recent acceptance. At long intervals the contexts are kept up for a while nevertheless, so that acceptance can be
-measured again. Of several drafters, one drafts alone where that is faster and all programs are compiled
-(`engine.drafting_alone`).
+recent acceptance. At long intervals the contexts are kept up for a while nevertheless, to measure acceptance again. Of
+several drafters, one drafts alone where that is faster and all programs are compiled (`engine.drafting_alone`).
 """
 
 from collections import Counter
@@ -45,12 +44,12 @@ PLAIN_DISPATCHES = 16
 # Acceptance assumed of a block size that is not in use, share of the time for trying others, and the rounds and the
 # seconds of a trial, at least.
 OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS, TRIAL_S = 0.95, 0.02, 2, 0.02
-# Seconds of decoding after which a block size is tried even where its cost makes it hopeless: that may have been
-# measured in a bad moment.
-RETRY_S = 60.0
-# How many times too high a predicted cost may be, and one on record, which may be of a bad moment.
-PREDICTION_ERROR, RECORD_ERROR = 5.0, 2.0
-# Rounds of a drafter before its record is known well, and the share of the time for trying it until then.
+# How many times too high a predicted cost may be, and a measured one, which may be of a bad moment; seconds of decoding
+# after which a block size is tried even where its cost makes it hopeless.
+PREDICTION_ERROR, MEASUREMENT_ERROR, RETRY_S = 5.0, 2.0, 60.0
+# Before another block size is compiled: seconds of decoding at least, and compilations that these seconds are worth.
+PATIENCE_S, PATIENCE = 2.0, 5.0
+# Rounds of a drafter before its record is known well, and the share of the time to learn it, or plain decoding's cost.
 KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
 # Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
 # contexts and of drafting.
@@ -88,29 +87,32 @@ class DraftLengthPolicy:
         # Seconds of rounds so far, their value when a speculation was last in use, and when one was last compiled.
         self._spent = self._explored = 0.0
         self._tried: dict[Speculation, float] = {}
-        self._runs: Counter = Counter(dict.fromkeys(self.seconds, MEASURED_RUNS))
-        # By (batch size, speculation): seconds of all rounds at its last measurement.
+        # By (batch size, speculation): runs here, the error of a measured cost, and seconds at its last measurement.
+        self._runs: Counter[tuple[int, Speculation]] = Counter()
+        self._errors = {key: record.error(key) for key in self.seconds}
         self._measured: dict[tuple[int, Speculation], float] = {}
         # Dispatches to measure a cost, by batch size and speculation (None: the first, plain one).
         self._guesses: Counter[tuple[int, Speculation | None]] = Counter()
         self._alone = DraftingAlone()
         # The shortest of the recent measurements.
-        self._least = {key: value / RECORD_ERROR for key, value in self.seconds.items()}
+        self._least = {key: value / MEASUREMENT_ERROR for key, value in self.seconds.items()}
 
     def observe_seconds(self, batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1) -> None:
         """Adds a measurement: ``rounds`` rounds took ``seconds`` each."""
         key, seconds = (batch_size, speculation), max(seconds, 1e-6)
         self._runs[key] += 1
         self._spent += seconds * rounds
-        # What was measured long ago counts no more.
-        is_recent = self._spent - self._measured.get(key, 0.0) <= RETRY_S
-        # A least cost on record gives way to the first measurement of this process.
-        has_least = is_recent and key in self._measured
-        self._least[key] = min(seconds, self._least.get(key, seconds)) if has_least else seconds
-        is_recent = is_recent and self._runs[key] > MEASURED_RUNS
+        # What was measured long ago counts no more, nor does what is on record.
+        is_recent = self._runs[key] > MEASURED_RUNS and self._spent - self._measured[key] <= RETRY_S
         self._measured[key] = self._spent
-        old = self.seconds.get(key, seconds) if is_recent else seconds
-        self.seconds[key] = old + (LONGER_WEIGHT if seconds > old else SHORTER_WEIGHT) * (seconds - old)
+        old = self.seconds.get(key, seconds)
+        if self._runs[key] < MEASURED_RUNS:
+            self.seconds[key] = min(seconds, old)
+            return
+        self._errors[key] = 1.0
+        self._least[key] = min(seconds, self._least[key]) if is_recent else seconds
+        weight = (LONGER_WEIGHT if seconds > old else SHORTER_WEIGHT) if is_recent else 1.0
+        self.seconds[key] = old + weight * (seconds - old)
 
     def observe_rounds(
         self, acceptances: Acceptances, yielded: Sequence[int], block_size: int, drafter: int | None
@@ -136,12 +138,15 @@ class DraftLengthPolicy:
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""
-        measured = [key for key in tuple(self._measured) if self.is_measured(*key)]
-        self._record.save({key: self.seconds[key] for key in measured})
+        self._record.save({key: self.seconds[key] for key, error in tuple(self._errors.items()) if error == 1})
 
     def is_measured(self, batch_size: int, speculation: Speculation) -> bool:
         """Whether the cost of a round is measured, in this process or on record."""
-        return self._runs[batch_size, speculation] >= MEASURED_RUNS
+        return (batch_size, speculation) in self._errors
+
+    def error(self, batch_size: int, speculation: Speculation) -> float:
+        """How many times too high the cost of a round may be; 1 where this process has measured it."""
+        return self._errors.get((batch_size, speculation), PREDICTION_ERROR)
 
     def least_cost(self, batch_size: int, speculation: Speculation) -> float | None:
         """The shortest of the recent measurements of a round, in seconds; None where there is none."""
@@ -169,9 +174,6 @@ class DraftLengthPolicy:
         """The `cost`; while nothing is measured, the predicted one, in another unit."""
         return self.cost(batch_size, speculation) or self._predict(batch_size, speculation)
 
-    def _costs(self, batch_size: int, speculations: Sequence[Speculation]) -> dict[Speculation, float]:
-        return {each: self.estimate(batch_size, each) for each in speculations}
-
     def _tokens(self, speculation: Speculation, ratio: Callable[[DrafterRecord], float] = lambda record: 1.0) -> float:
         """Expected tokens per round of a sequence; ``ratio``: its odds ratio, from what is known of the drafter."""
         if speculation.drafter is None or speculation.block_size == 1:
@@ -182,33 +184,25 @@ class DraftLengthPolicy:
     def _cannot_pay(self, costs: dict[Speculation, float]) -> bool:
         """Whether no drafting round is faster than plain decoding even at the best recent acceptance."""
         plain = min(cost for each, cost in costs.items() if each.block_size == 1)
-        return all(
-            self._tokens(each, lambda record: record.best_ratio) * plain < cost
-            for each, cost in costs.items()
-            if each.block_size > 1
-        )
+        drafting = {each: self._tokens(each, lambda record: record.best_ratio) for each in costs if each.block_size > 1}
+        return all(tokens * plain < costs[each] for each, tokens in drafting.items())
 
     def favoured_draft(self, batch_size: int) -> Speculation:
         """The drafting round with the most expected tokens per second; a plain one where none is compiled."""
-        costs = self._costs(batch_size, [s for s in self.speculations if s.block_size > 1 and not s.is_alone])
-
-        def speed(speculation: Speculation) -> float:
-            return self._tokens(speculation) / costs[speculation]
-
-        return max(costs, key=speed, default=Speculation(1))
+        drafting = [s for s in self.speculations if s.block_size > 1 and not s.is_alone]
+        speeds = {each: self._tokens(each) / self.estimate(batch_size, each) for each in drafting}
+        return max(speeds, key=speeds.__getitem__, default=Speculation(1))
 
     def why_plain(self, batch_size: int) -> str | None:
         """Why a batch of new sequences is decoded plainly: a sentence; None where it drafts."""
         speculation = self.favoured_draft(batch_size)
         plain = [each for each in self.speculations if each.block_size == 1 and not each.is_alone]
-        costs = self._costs(batch_size, (*plain, speculation))
-        ratio = costs[speculation] / min(costs[each] for each in plain)
-        tokens = self._tokens(speculation)
+        costs = {each: self.estimate(batch_size, each) for each in (*plain, speculation)}
+        ratio, tokens = costs[speculation] / min(costs[each] for each in plain), self._tokens(speculation)
         if speculation.block_size == 1 or tokens > ratio:
             return None
-        is_plain_measured = any((batch_size, each) in self.seconds for each in plain)
-        is_measured = is_plain_measured and (batch_size, speculation) in self.seconds
-        how = "takes" if is_measured else "is predicted to take"
+        measured = {each for each in costs if (batch_size, each) in self.seconds}
+        how = "takes" if speculation in measured and measured & {*plain} else "is predicted to take"
         return (
             f"a round of {speculation.block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
             f"and yields about {tokens:.1f} tokens"
@@ -239,7 +233,7 @@ class DraftLengthPolicy:
         acceptances: Sequence[Acceptances],
         allowed: Sequence[Speculation] | None = None,
         is_compiled: Callable[[int, Speculation], bool] = lambda batch_size, speculation: True,
-        patience: float = 0.0,
+        compile_s: float = 0.0,
     ) -> Speculation:
         """How the rounds of a dispatch speculate.
 
@@ -249,15 +243,14 @@ class DraftLengthPolicy:
             allowed: What to choose from, in the order of `speculations`, NO_DRAFTER among them where plain decoding may
                 leave the drafters out; None: all.
             is_compiled: Whether (batch size, speculation) is compiled.
-            patience: What is not compiled is tried after as many seconds of decoding since the last trial; the time of
-                several compilations, say.
+            compile_s: Seconds that the last program took to compile, or to load where it was kept on disk.
 
         Returns:
             One of ``allowed``.
         """
         allowed = self.speculations if allowed is None else allowed
-        rounds = _Rounds(self, batch_size, acceptances, allowed, is_compiled)
-        is_patient = self._spent - self._explored > patience
+        rounds, waited = _Rounds(self, batch_size, acceptances, allowed, is_compiled), self._spent - self._explored
+        is_patient = waited > max(PATIENCE_S, PATIENCE * compile_s)
         alone = self._drafts_alone(rounds, acceptances)
         choices = [s for s in allowed if s == NO_DRAFTER or (s.drafter == alone if s.is_alone else alone is None)]
         plain = [each for each in choices if each.block_size == 1]
@@ -266,12 +259,12 @@ class DraftLengthPolicy:
             # Nothing else, or drafters alone only.
             return plain[0] if plain else allowed[0]
 
-        # Plain decoding that keeps up contexts, so that drafting can resume, or that which is compiled.
-        plain_candidate = plain and max(plain, key=lambda s: (s in rounds.compiled or is_patient, s != NO_DRAFTER))
-        is_at_hand = NO_DRAFTER in rounds.compiled or not rounds.compiled
-        if leaves_out := is_at_hand and rounds.are_contexts_dear(plain):
-            plain_candidate = NO_DRAFTER
-        candidates = [plain_candidate, *drafting] if plain else drafting
+        # Plain decoding that is compiled, with contexts where they are not dear, so that drafting can resume.
+        is_dear = rounds.are_contexts_dear(plain)
+        usable = [s for s in plain if s in rounds.compiled or is_patient] or plain
+        plain_candidate = [s for s in usable if (s == NO_DRAFTER) == is_dear][:1] or usable[:1]
+        leaves_out = is_dear and plain_candidate == [NO_DRAFTER]
+        candidates = plain_candidate + drafting
         # What a drafter takes alone follows from what it takes with all contexts.
         known = [each for each in candidates if rounds.is_measured(each) or rounds.is_measured(each.with_all)]
         ready = [each for each in known if each in rounds.compiled] or known
@@ -281,44 +274,46 @@ class DraftLengthPolicy:
         ready = ready or [each for each in candidates if each in rounds.compiled] or candidates
         best = max(ready, key=rounds.speed)
         self._tried[best] = self._spent
-
-        def idle_s(speculation: Speculation) -> float:
-            return self._spent - self._tried.get(speculation, 0.0)
-
-        others = [s for s in candidates if s != best]
-        others = [s for s in others if rounds.optimistic(s) > rounds.speed(best) or idle_s(s) > RETRY_S]
+        is_first, least, load_s = not rounds.compiled, rounds.speed(best), max(TRIAL_S, compile_s)
+        idle_s = {s: self._spent - self._tried.get(s, 0.0) for s in candidates}
+        others = [s for s in candidates if s != best and (rounds.optimistic(s) > least or idle_s[s] > RETRY_S)]
         unmeasured = [each for each in others if each in rounds.compiled and not rounds.is_measured(each)]
-        has_draft = any(each in rounds.compiled or rounds.is_measured(each) for each in drafting)
-        if len(acceptances) == 1 and not has_draft:
+        if len(acceptances) == 1 and not any(each in rounds.compiled or rounds.is_measured(each) for each in drafting):
             unmeasured = [max(drafting, key=rounds.speed)]
+        # What seems faster is loaded once it would have saved the time that this takes. Plain decoding, with which
+        # drafting is compared, is measured in each process where it may be faster: as the first program, or soon.
+        gains = {s: rounds.speed(s) / least - 1 for s in known if s not in rounds.compiled and s != best}
+        reference = next((s for s in plain if is_first or rounds.is_measured(s) or rounds.speed(s) > least), best)
+        if reference != best and rounds.may_be_faster(reference, best):
+            gains[reference] = LEARNING_SHARE
+        begun = [s for s, gain in gains.items() if gain > 0 and (is_first or self._guesses[batch_size, s])]
+        unmeasured += begun + [s for s, gain in gains.items() if gain * waited > load_s]
         unmeasured = [each for each in unmeasured if self._guesses[batch_size, each] < PLAIN_DISPATCHES]
         if unmeasured and any(map(rounds.is_measured, plain if best.block_size == 1 else [best])):
             trial = max(unmeasured, key=rounds.optimistic)
             self._guesses[batch_size, trial] += 1
+            self._explored = self._explored if trial in rounds.compiled else self._spent
             return trial
         is_hopeless = leaves_out or (NO_DRAFTER in plain and self._cannot_pay({s: rounds.costs[s] for s in choices}))
         if best.block_size == 1 and is_hopeless:
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:
                 return NO_DRAFTER
-            drafting = [each for each in drafting if each in rounds.compiled] or drafting
+            doubted = [s for s in drafting if rounds.is_measured(s) and rounds.may_be_faster(s, best)]
+            drafting = doubted or [s for s in drafting if s in rounds.compiled] or drafting
             return plain[-1] if probing < PROBE_CONTEXT_S else max(drafting, key=rounds.optimistic)
 
         def is_due(speculation: Speculation) -> bool:
             if speculation not in rounds.compiled:
                 return is_patient
-            idle, share, drafter = idle_s(speculation), TRIAL_SHARE / len(others), speculation.drafter
+            idle, share, drafter = idle_s[speculation], TRIAL_SHARE / len(others), speculation.drafter
             if drafter in self.drafters and drafter != best.drafter and self.drafters[drafter].rounds < KNOWN_ROUNDS:
-                idle, share = min(idle_s(each) for each in others if each.drafter == drafter), LEARNING_SHARE
+                idle, share = min(idle_s[each] for each in others if each.drafter == drafter), LEARNING_SHARE
             return share * idle > max(TRIAL_ROUNDS * rounds.costs[speculation], TRIAL_S)
 
-        trials = [each for each in others if is_due(each)]
-        if not trials:
-            return best
-        choice = max(trials, key=rounds.optimistic)
+        choice = max(filter(is_due, others), key=rounds.optimistic, default=best)
         self._tried[choice] = self._spent
-        if choice not in rounds.compiled:
-            self._explored = self._spent
+        self._explored = self._explored if choice in (best, *rounds.compiled) else self._spent
         return choice
 
 
@@ -348,6 +343,9 @@ class _Rounds:
     ):
         self._policy, self._batch_size, self._count = policy, batch_size, len(acceptances)
         self.costs = {each: policy.estimate(batch_size, each) for each in allowed}
+        # Contexts only add time.
+        if NO_DRAFTER in self.costs and policy.error(batch_size, NO_DRAFTER) > 1:
+            self.costs[NO_DRAFTER] = min(cost for each, cost in self.costs.items() if each.block_size == 1)
         self.compiled = [each for each in allowed if is_compiled(batch_size, each)]
         self.is_complete = {each for each in policy.speculations if each.may_run(batch_size)} <= {*self.compiled}
         ratios = {drafter: [odds_ratio(drafter, each) for each in acceptances] for drafter in policy.drafters}
@@ -367,23 +365,25 @@ class _Rounds:
             return float(self._count)
         return float(self._expected[least][speculation.drafter][speculation.block_size - 1])
 
+    def may_be_faster(self, speculation: Speculation, best: Speculation) -> bool:
+        """Whether the cost of a round, not measured in this process, may be too high by what ``best`` is faster."""
+        error = self._policy.error(self._batch_size, speculation)
+        return error > 1 and error * self.speed(speculation) > self.speed(best)
+
     def are_contexts_dear(self, plain: Sequence[Speculation]) -> bool:
         """Whether plain decoding that keeps up contexts takes longer than trials may, by measurement."""
         others = [self.costs[each] for each in plain if each != NO_DRAFTER and self.is_measured(each)]
-        is_known = NO_DRAFTER in plain and self.is_measured(NO_DRAFTER) and bool(others)
-        return is_known and self.costs[NO_DRAFTER] * (1 + TRIAL_SHARE) < min(others)
+        is_known = NO_DRAFTER in plain and self.is_measured(NO_DRAFTER) and others
+        return bool(is_known) and self.costs[NO_DRAFTER] * (1 + TRIAL_SHARE) < min(others)
 
     def speed(self, speculation: Speculation) -> float:
         """Expected tokens per second."""
         return self._tokens(speculation) / self.costs[speculation]
 
     def optimistic(self, speculation: Speculation) -> float:
-        """`speed` with a good drafter and in a good moment, or of plain decoding with half the cost.
-
-        Predictions may be too high.
-        """
+        """`speed` with a good drafter and in a good moment, or of plain decoding with half the cost."""
         if speculation.block_size == 1:
-            result = 2 * self.speed(speculation)
+            result = MEASUREMENT_ERROR * self.speed(speculation)
         else:
             cost = self._policy.least_cost(self._batch_size, speculation) or self.costs[speculation]
             result = self._tokens(speculation, OPTIMISTIC_RATE) / cost

@@ -115,8 +115,11 @@ class RoundCosts:
 
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of
-# one that is written before, and the least seconds of a round.
-RECORD_DAYS, RENEWAL_DAYS, LEAST_CHANGE, LEAST_S = 7, 1, 0.1, 1e-9
+# one that is written before, the least seconds of a round, and how many processes must have measured a known cost.
+RECORD_DAYS, RENEWAL_DAYS, LEAST_CHANGE, LEAST_S, KNOWN_PROCESSES = 7, 1, 0.1, 1e-9, 2
+
+# How many times too high a cost of one process may be, and one of several, the least of which counts most.
+RECORD_ERROR, KNOWN_ERROR = 2.0, 1.1
 
 # By (batch size, speculation): seconds of a round.
 Seconds = Mapping[tuple[int, Speculation], float]
@@ -136,8 +139,9 @@ class CostRecord:
     def __init__(self, directory: Path | None, *identity: object):
         digest = blake2b(repr(identity).encode(), digest_size=16).hexdigest()
         self._path = None if directory is None else directory / f"round-costs-{digest}.json"
-        # By key: seconds, and the time of their measurement.
-        self._entries: dict[tuple[int, Speculation], tuple[float, float]] = {}
+        # By key: seconds, the time of their measurement, and how many processes measured them; as it was loaded, too.
+        self._entries: dict[tuple[int, Speculation], tuple[float, float, int]] = {}
+        self._loaded: dict[tuple[int, Speculation], tuple[float, float, int]] = {}
 
     def load(self) -> dict[tuple[int, Speculation], float]:
         """Seconds of a round by (batch size, speculation), measured within `RECORD_DAYS`."""
@@ -146,24 +150,36 @@ class CostRecord:
             lines = json.loads(self._path.read_bytes()) if self._path else []
         for line in lines if isinstance(lines, list) else ():
             with suppress(TypeError, ValueError, OverflowError):
-                batch_size, block_size, drafter, is_alone, seconds, measured = line
+                batch_size, block_size, drafter, is_alone, seconds, measured, processes = line
                 is_valid = type(batch_size) is int and type(block_size) is int and type(is_alone) is bool
-                is_valid = is_valid and (drafter is None or type(drafter) is int)
+                is_valid = is_valid and (drafter is None or type(drafter) is int) and type(processes) is int
                 is_valid = is_valid and batch_size > 0 and LEAST_S <= seconds < 1 / LEAST_S
                 if is_valid and 0 <= now - measured < RECORD_DAYS * 86_400:
                     key = batch_size, Speculation(block_size, drafter, is_alone)
-                    self._entries[key] = float(seconds), float(measured)
-        return {key: seconds for key, (seconds, _) in self._entries.items()}
+                    self._entries[key] = float(seconds), float(measured), processes
+        self._loaded = dict(self._entries)
+        return {key: seconds for key, (seconds, *_) in self._entries.items()}
+
+    def error(self, key: tuple[int, Speculation]) -> float:
+        """How many times too high a cost that was loaded may be: less where several processes measured it lately."""
+        _, written, processes = self._loaded.get(key, (0.0, 0.0, 0))
+        is_old = time.time() - written > RENEWAL_DAYS * 86_400
+        return RECORD_ERROR if is_old or processes < KNOWN_PROCESSES else KNOWN_ERROR
 
     def save(self, seconds: Seconds) -> None:
-        """Writes what this process has measured, where it is new, has changed, or was written a day ago."""
+        """Writes what this process has measured, where it is new, has changed, or was written a day ago.
+
+        What runs beside the engine makes rounds longer, so a longer measurement counts half.
+        """
         if self._path is None:
             return
         now, entries = time.time(), dict(self._entries)
         for key, value in seconds.items():
-            before, written = entries.get(key, (0.0, 0.0))
-            if abs(value - before) > LEAST_CHANGE * before or now - written > RENEWAL_DAYS * 86_400:
-                entries[key] = value, now
+            loaded, _, processes = self._loaded.get(key, (value, now, 0))
+            value, (before, written, count) = min(value, (value + loaded) / 2), entries.get(key, (0.0, 0.0, 0))
+            is_changed = abs(value - before) > LEAST_CHANGE * before
+            if is_changed or count <= min(processes, KNOWN_PROCESSES - 1) or now - written > RENEWAL_DAYS * 86_400:
+                entries[key] = value, now, processes + 1
         if entries == self._entries:
             return
         self._entries = entries

@@ -14,8 +14,6 @@ from dflash_jax.engine.request import Request
 MAX_ROUNDS, MIN_ROUNDS, DISPATCH_S = 32, 2, 0.02
 # Rounds before the cost of one is known, plain and drafting.
 UNKNOWN_ROUNDS = (16, 4)
-# Before another block size is compiled: seconds of decoding at least, and compilations that these seconds are worth.
-PATIENCE_S, PATIENCE = 2.0, 5.0
 
 
 def rounds_within(seconds: float, cost: float) -> int:
@@ -137,5 +135,5 @@ class DecodeScheduler:
         if len(choices) == 1:
             return choices[0]
         acceptances = [self._acceptances[r] for r in batch]
-        patience = max(PATIENCE_S, PATIENCE * self._runner.last_compile_s)
-        return self._policy.choose(batch_size, acceptances, choices, self._runner.is_compiled, patience)
+        compile_s = self._runner.last_compile_s
+        return self._policy.choose(batch_size, acceptances, choices, self._runner.is_compiled, compile_s)

@@ -10,7 +10,15 @@ from dflash_jax.cli.ops import backend_for
 from dflash_jax.engine import round_costs
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
-from dflash_jax.engine.round_costs import CostRecord, Platform, RoundCosts, platform_named
+from dflash_jax.engine.round_costs import (
+    KNOWN_ERROR,
+    KNOWN_PROCESSES,
+    RECORD_ERROR,
+    CostRecord,
+    Platform,
+    RoundCosts,
+    platform_named,
+)
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.planner import abstract_pair, read_shapes
 from tests import tiny
@@ -112,10 +120,34 @@ def test_costs_of_one_process_are_those_that_the_next_one_begins_with(tmp_path):
         policy.observe_seconds(1, Speculation(16), 0.02)
     policy.observe_seconds(2, NO_DRAFTER, 0.001)
     policy.keep()
-    # What ran once is no measurement.
+    # What ran once is no measurement, and what is longer counts half.
     found = CostRecord(tmp_path, "models", (1, 2)).load()
-    assert found == {key: policy.seconds[key] for key in (*MEASURED, (1, Speculation(16)))}
-    assert found[1, Speculation(4)] > 0.002
+    assert policy.seconds[1, Speculation(4)] == 0.004
+    assert found == {**MEASURED, (1, Speculation(4)): pytest.approx(0.003), (1, Speculation(16)): 0.02}
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_cost_is_known_that_several_processes_measured(tmp_path, monkeypatch):
+    """However often each of them writes it, for a day; a shorter one holds at once, and a longer one counts half."""
+    key, measured = (1, NO_DRAFTER), [0.002, 0.001, 0.0014, 0.0012]
+    kept, known = [], []
+    for seconds in measured:
+        record = CostRecord(tmp_path)
+        record.load()
+        known.append(record.error(key) == KNOWN_ERROR)
+        for _ in range(3):
+            record.save({key: seconds})
+        kept.append(CostRecord(tmp_path).load()[key])
+    assert known == [i >= KNOWN_PROCESSES for i in range(4)]
+    assert kept == pytest.approx([0.002, 0.001, 0.0012, 0.0012])
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 86_400)
+    record = CostRecord(tmp_path)
+    record.load()
+    assert record.error(key) == RECORD_ERROR
+    record.save({key: 0.0012})
+    record.load()
+    assert record.error(key) == KNOWN_ERROR
 
 
 @pytest.mark.usefixtures("kept")
@@ -144,13 +176,14 @@ def test_costs_are_written_where_they_changed_and_forgotten_after_a_week(tmp_pat
         b"3",
         b"[[[[",
         b"[" * 10**6,
-        b"[1, null, [], [1, 2, 3], [1, 4, 0, false, NaN, 1e9], [1, 4, 0, false, 1e999, 1e9]]",
+        b"[1, null, [], [1, 2, 3], [1, 4, 0, false, NaN, 1e9, 1], [1, 4, 0, false, 1e999, 1e9, 1]]",
         b"[[1, 4, 0, false, 1"
         + b"0" * 400
-        + b", 1e9], [1, 4, 0, false, 1, 1"
+        + b", 1e9, 1], [1, 4, 0, false, 1, 1"
         + b"0" * 400
-        + b"], [0, 4, 0, false, 1, 1e9]]",
-        b'[[1, 4, 0, false, -1, 0], ["1", 4, 0, false, 1, 0], [1, 4, 0, false, 1, 1e99], [1, 4, [], false, 1, 0]]',
+        + b", 1], [0, 4, 0, false, 1, 1e9, 1], [1, 4, 0, false, 1, 1e9, null]]",
+        b'[[1, 4, 0, false, -1, 0, 1], ["1", 4, 0, false, 1, 0, 1]]',
+        b"[[1, 4, 0, false, 1, 1e99, 1], [1, 4, [], false, 1, 0, 1]]",
     ],
 )
 def test_a_file_that_is_no_record_has_no_costs_and_is_replaced(tmp_path, content):
