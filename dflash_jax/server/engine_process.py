@@ -38,7 +38,7 @@ class EngineProcess(supervised.Child):
 
     def __init__(self):
         super().__init__()
-        self._stopped = asyncio.Event()
+        self._stopped, self._code = asyncio.Event(), 0
         self._channels: list[FrontChannel] = []
 
     def receive(self, record: Any) -> None:
@@ -75,16 +75,20 @@ class EngineProcess(supervised.Child):
             ready = supervised.Ready(host.warm_up.compiled, host.warm_up.total, model_names(args)[0])
             loop.call_soon_threadsafe(self.send, ready)
 
-        def end() -> None:
-            # The log says why.
-            loop.call_soon_threadsafe(self.send, supervised.Failed("", 1))
-
-        WarmUpThread(host, host.start_workers, args.warm_up == "full", tell_ready, end).start()
+        WarmUpThread(
+            host, host.start_workers, args.warm_up == "full", tell_ready, partial(loop.call_soon_threadsafe, self._fail)
+        ).start()
         await self._stopped.wait()
         server.close()
         await asyncio.to_thread(end_engine, host)
         await self._send_last()
-        return 0
+        return self._code
+
+    def _fail(self) -> None:
+        """Ends the process after a warm-up that failed, as the log says."""
+        self._code = 1
+        self.send(supervised.Failed("", self._code))
+        self._stopped.set()
 
     def _new_channel(self, host) -> FrontChannel:
         self._channels = [channel for channel in self._channels if not channel.has_ended]

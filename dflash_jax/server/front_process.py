@@ -31,6 +31,7 @@ class FrontProcess(supervised.Child):
     def __init__(self):
         super().__init__()
         self._channel_to_engine: wire.Channel | None = None
+        self._path, self._connecting, self._imported = "", asyncio.Lock(), asyncio.Event()
         self._has_hello = asyncio.Event()
         self._serving, self._http = None, None
         self._tasks: set[asyncio.Task] = set()
@@ -39,7 +40,8 @@ class FrontProcess(supervised.Child):
         """Takes a record of the supervisor."""
         match record:
             case supervised.Connect(path):
-                self._begin(self._connect(path))
+                self._path = path
+                self._begin(self._connect())
             case supervised.Ping():
                 self.send(supervised.Pong())
             case supervised.Count():
@@ -61,15 +63,16 @@ class FrontProcess(supervised.Child):
         return 0 if self._serving is None else self._serving.in_flight
 
     # The engine.
-    async def _connect(self, path: str, after_s: float = 0.0) -> None:
+    async def _connect(self, after_s: float = 0.0) -> None:
+        """Connects to the engine that was named last."""
         await self._imported.wait()
         await asyncio.sleep(after_s)
-        if self._channel_to_engine is not None:
-            return
-        channel = wire.Channel(protocol.FromEngine, self._from_engine, lambda: self._lose(path))
-        # Where it has died meanwhile, the supervisor names the next one.
-        with contextlib.suppress(OSError):
-            self._channel_to_engine = await wire.connect(path, channel)
+        async with self._connecting:
+            if self._channel_to_engine is None:
+                channel = wire.Channel(protocol.FromEngine, self._from_engine, self._lose)
+                # Where it has died meanwhile, the supervisor names the next one.
+                with contextlib.suppress(OSError):
+                    self._channel_to_engine = await wire.connect(self._path, channel)
 
     def _to_engine(self, record: protocol.Record) -> None:
         if self._channel_to_engine is None:
@@ -82,17 +85,16 @@ class FrontProcess(supervised.Child):
         if self._client.hello is not None:
             self._has_hello.set()
 
-    def _lose(self, path: str) -> None:
+    def _lose(self) -> None:
         self._channel_to_engine = None
         self._client.lost(LOST)
         # It may live: a record that one side cannot read ends a connection, too.
-        self._begin(self._connect(path, AGAIN_S))
+        self._begin(self._connect(AGAIN_S))
 
     # HTTP.
     async def work(self) -> int:
         """See `Child`."""
         args, start = self.args, self.start
-        self._imported = asyncio.Event()
         from dflash_jax.frontend.front_model import FrontModel, ModelFacts
         from dflash_jax.frontend.tokenizer import auto_tokenizer
         from dflash_jax.server.app import build

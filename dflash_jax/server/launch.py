@@ -267,8 +267,8 @@ class WarmUpThread(threading.Thread):
         host,
         prepare: Callable[[], None],
         is_full: bool,
-        on_ready: Callable[[], None] = lambda: None,
-        on_failure: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], object] = lambda: None,
+        on_failure: Callable[[], object] = lambda: None,
     ):
         super().__init__(name="warm-up", daemon=True)
         self._host, self._prepare, self._is_full = host, prepare, is_full

@@ -20,6 +20,8 @@ from dflash_jax.process import leave
 from dflash_jax.server import wire
 from dflash_jax.server.launch import set_logging
 
+log = logging.getLogger("dflash_jax.server")
+
 
 class Record(msgspec.Struct, tag=True, array_like=True):
     """A message."""
@@ -188,6 +190,9 @@ class Child:
             failed = Failed(str(e), 1)
         except OSError as e:
             failed = Failed(f"{e.filename or 'stdout'}: {e.strerror}", 2)
+        except Exception:
+            log.exception("a process of the server has failed")
+            failed = Failed("", 1)
         self.send(failed)
         return failed.code
 

@@ -326,8 +326,7 @@ class Supervisor:
             case supervised.Leads(is_first):
                 self._is_follower = not is_first
                 if is_first:
-                    self._listen()
-                    self._start_fronts()
+                    self._lead()
                 else:
                     log.info("this process follows the first one")
             case supervised.Loaded():
@@ -342,6 +341,14 @@ class Supervisor:
                 self._break()
             case supervised.Failed():
                 self._take_failure(record)
+
+    def _lead(self) -> None:
+        try:
+            self._listen()
+        except InputError as e:
+            self._fail(e)
+        else:
+            self._start_fronts()
 
     def _of_front(self, front: _Process, record: Any) -> None:
         match record:
@@ -358,7 +365,8 @@ class Supervisor:
     def _take_failure(self, failed: supervised.Failed) -> None:
         if self._phase != "starting" and not self._is_follower:
             # What follows from the end of a process follows from this one's, too.
-            log.error("%s", failed.message)
+            if failed.message:
+                log.error("%s", failed.message)
         elif failed.message:
             self._fail((InputError if failed.code == 2 else EngineError)(failed.message))
         else:

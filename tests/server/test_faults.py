@@ -107,6 +107,23 @@ def test_exit_on_failure_tells_the_supervisor_of_the_failure_and_no_other_does(l
     assert asyncio.run(main()) == []
 
 
+def test_a_warm_up_that_fails_ends_the_engines_process_with_code_1(llm, caplog):
+    def fail(*_):
+        raise RuntimeError("the compiler is on fire")
+
+    async def main() -> tuple[int, list]:
+        process, sent = EngineProcess(), []
+        process.args, process.send = parse(["--bundled"])[0], sent.append
+        host = EngineHost(llm, AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64))), "tiny")
+        host.warm_up.first = fail
+        with wire.folder() as folder:
+            process.start = supervised.Start([], str(folder / "engine"))
+            return await process._answer(host), sent
+
+    assert asyncio.run(main()) == (1, [supervised.Loaded(), supervised.Failed("", 1)])
+    assert "the compiler is on fire" in caplog.text
+
+
 def test_two_servers_start_on_one_cache(tmp_path):
     options = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:

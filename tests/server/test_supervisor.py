@@ -263,6 +263,11 @@ def test_of_several_hosts_the_first_alone_has_fronts(start):
     assert server.pids("front")
     server.signal(signal.SIGTERM)
     assert server.end() == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = start("--distributed", "--port", str(taken.getsockname()[1]), stand_in="leads")
+        assert server.end() == 2
+        assert "in use" in server.said
+        assert "Traceback" not in server.said
     server = start("--distributed", ENDS_S="0")
     assert server.end() == 0
     assert "listening" not in server.said
@@ -284,5 +289,13 @@ def test_fronts_follow_from_cores_unless_their_number_is_given(monkeypatch):
 
 def test_the_supervisor_imports_neither_jax_nor_fastapi():
     code = "import sys, dflash_jax.cli.serve; print(*{'jax', 'fastapi', 'numpy', 'uvicorn'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+def test_a_front_imports_no_jax():
+    modules = ("server.front_process", "server.app", "server.engine_client", "frontend.front_model", "server.tracing")
+    names = ", ".join(f"dflash_jax.{name}" for name in modules)
+    code = f"import sys, {names}; print(*{{'jax', 'jaxlib', 'flax'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
