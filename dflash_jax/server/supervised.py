@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -35,12 +36,14 @@ class Start(Record):
 
     Attributes:
         words: The words of the command line.
+        folder: The supervisor's directory, which is removed even where the supervisor is killed.
         path: The Unix socket that an engine listens on; a front's file of stored responses, "" for none.
         listening: A front's descriptor of the listening socket.
         fronts: How many fronts there are, which share limits.
     """
 
     words: list[str]
+    folder: str
     path: str
     listening: int = -1
     fronts: int = 1
@@ -135,16 +138,16 @@ class Child:
     """A process below the supervisor. Subclasses have its work.
 
     Attributes:
-        start: The first record.
+        start: The first record; None before.
         args: The arguments of `serve`.
         system: The `System` of its config, or None.
     """
 
-    start: Start
     args: Namespace
     system: Any
 
     def __init__(self):
+        self.start: Any = None
         self._started, self._has_ended = asyncio.Event(), asyncio.Event()
         self._channel = wire.Channel(ToChild, self._receive, self._has_ended.set)
 
@@ -203,12 +206,14 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _end_with(supervisor: int) -> None:
+def _end_with(supervisor: int, child: Child) -> None:
     """Ends this process when the other end of its socket is closed, whatever its other threads do."""
     waiting = select.poll()
     # Only the end: the event loop reads what comes before.
     waiting.register(supervisor, 0)
     waiting.poll()
+    if child.start is not None:
+        shutil.rmtree(child.start.folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -218,9 +223,7 @@ def run_child(kind: type[Child]) -> NoReturn:
     progress.enable()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    threading.Thread(target=_end_with, args=(os.dup(connection.fileno()),), name="supervisor", daemon=True).start()
-
-    async def main() -> int:
-        return await kind().run(connection)
-
-    leave(asyncio.run(main()))
+    child = kind()
+    arguments = os.dup(connection.fileno()), child
+    threading.Thread(target=_end_with, args=arguments, name="supervisor", daemon=True).start()
+    leave(asyncio.run(child.run(connection)))

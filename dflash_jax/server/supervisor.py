@@ -253,7 +253,7 @@ class Supervisor:
     def _start_engine(self) -> None:
         self._engines += 1
         path = str(self._folder / f"engine-{self._engines}")
-        first = supervised.Start(self._words, path)
+        first = supervised.Start(self._words, str(self._folder), path)
         self._engine = _Process("the engine", self._modules[0], first, (), self._of_engine)
         self._begin(self._until_engine_ends(self._engine, path))
 
@@ -264,7 +264,7 @@ class Supervisor:
     def _start_front(self, number: int) -> None:
         assert self._listening is not None
         path, descriptor = self.args.response_store_path or self._folder / "responses.sqlite", self._listening.fileno()
-        first = supervised.Start(self._words, str(path), descriptor, self._front_count)
+        first = supervised.Start(self._words, str(self._folder), str(path), descriptor, self._front_count)
         front = _Process(f"front {number}", self._modules[1], first, [descriptor], self._of_front)
         self._fronts[number] = front
         self._begin(self._until_front_ends(number, front))
@@ -322,6 +322,8 @@ class Supervisor:
 
     # Records of processes.
     def _of_engine(self, engine: _Process, record: Any) -> None:
+        if self._end.done():
+            return
         match record:
             case supervised.Leads(is_first):
                 self._is_follower = not is_first

@@ -1,5 +1,6 @@
 """The real processes of a server: one of them is killed, and the others go on."""
 
+import contextlib
 import json
 import os
 import re
@@ -18,8 +19,14 @@ BODY = {"prompt": "def f(", "ignore_eos": True, "stream": True}
 
 def processes(server: subprocess.Popen, kind: str) -> list[psutil.Process]:
     """Of a kind, below the supervisor."""
-    children = psutil.Process(server.pid).children()
-    return [child for child in children if f"dflash_jax.server.{kind}_process" in child.cmdline()]
+
+    def is_meant(child: psutil.Process) -> bool:
+        # One that has just ended has no words.
+        with contextlib.suppress(psutil.Error):
+            return f"dflash_jax.server.{kind}_process" in child.cmdline()
+        return False
+
+    return list(filter(is_meant, psutil.Process(server.pid).children()))
 
 
 class Stream(threading.Thread):
@@ -48,13 +55,20 @@ class Stream(threading.Thread):
 
 
 def streams_of_both(server: subprocess.Popen, url: str, tokens: int) -> tuple[list[Stream], list[psutil.Process]]:
-    """A stream at each of two fronts, with events already; others are left to end."""
-    fronts, streams = processes(server, "front"), {}
-    while len(streams) < 2:
-        stream = Stream(url, tokens)
-        assert wait_until(lambda stream=stream: stream.events)
-        streams.update({i: stream for i, front in enumerate(fronts) if i not in streams and stream.is_at(front)})
-    return [streams[0], streams[1]], fronts
+    """A stream at each of two fronts, in its middle: the engine is stopped."""
+    fronts, (engine,) = processes(server, "front"), processes(server, "engine")
+    while True:
+        streams = [Stream(url, tokens) for _ in range(4)]
+        for stream in streams:
+            assert wait_until(lambda stream=stream: stream.events)
+        engine.suspend()
+        live = [stream for stream in streams if not stream.has_ended]
+        of_each = [[stream for stream in live if stream.is_at(front)] for front in fronts]
+        if all(of_each):
+            return [first for first, *_ in of_each], fronts
+        engine.resume()
+        for stream in streams:
+            stream.join()
 
 
 def complete(url: str) -> dict:
@@ -78,8 +92,9 @@ def test_a_killed_front_breaks_its_streams_and_a_killed_engine_all_and_both_are_
         expected = complete(url)["choices"]
         streams, fronts = streams_of_both(server, url, 400)
         fronts[0].kill()
-        for stream in streams:
-            stream.join()
+        streams[0].join()
+        processes(server, "engine")[0].resume()
+        streams[1].join()
         assert [stream.has_ended for stream in streams] == [False, True]
         assert streams[1].events[-1]["choices"][0]["finish_reason"] == "length"
         read(server, r"front 1 has ended by SIGKILL: restarting it")

@@ -234,13 +234,14 @@ def test_what_fails_while_the_server_starts_is_one_line(stand_in, code, line, st
     assert re.findall("error: .*", server.said) == [line]
 
 
-def test_no_process_outlives_a_supervisor_that_is_killed(start):
+def test_neither_process_nor_file_outlives_a_supervisor_that_is_killed(start):
     server = start("--api-server-count", "2").ready()
     (pid, connection), _ = server.connections(2).items()
     connection.sendall(b"spin\n")
     server.signal(signal.SIGKILL)
     for pid in (*server.pids("engine"), *server.pids("front")):
         until(lambda pid=pid: not is_running(pid))
+    assert not list(server.folder.iterdir())
 
 
 def test_signals_to_all_processes_are_the_supervisors(start):
