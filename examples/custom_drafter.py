@@ -19,7 +19,7 @@ NEW_TOKENS, BLOCK = 48, 8
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class PromptLookup:
-    """Drafts the tokens behind the latest earlier occurrence of the last token. Its cache is the text so far."""
+    """Drafts the tokens after the latest earlier occurrence of the last token. Its cache is the text so far."""
 
     taps: tuple[int, ...] = ()  # It reads no layer of the target.
 
@@ -37,7 +37,7 @@ class PromptLookup:
         return (known.at[jnp.arange(len(known))[:, None], places].set(new.tokens, mode="drop"),)
 
     def propose(self, cache, last, start, block_sizes, size, heads, window):
-        """Drafts [B, size - 1] behind ``last`` [B], the token at position start [B]."""
+        """Drafts [B, size - 1] after ``last`` [B], the token at position start [B]."""
         (known,) = cache
         places = jnp.arange(known.shape[1])[None]
         matches = (known == last[:, None]) & (places < start[:, None])

@@ -18,7 +18,7 @@ from dflash_jax.options.systems import read_system
 from dflash_jax.planner import abstract_pair, read_shapes
 from tools.compile_report import shorten
 
-# Of the CPU: a mesh of eight is traced, nothing is computed.
+# Devices of the CPU: a mesh of eight is traced, nothing is computed.
 DEVICES = 8
 SYSTEMS = {
     "qwen3.6-35b-a3b": "",
@@ -28,10 +28,10 @@ SYSTEMS = {
 }
 # One period of the hybrid models' layers: the others launch the same kernels.
 LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
-# Tokens of a prompt that a program takes: few, and as many as any does.
+# Tokens of a prompt that a program takes: a small and the largest number.
 PREFILLS = (64, 4096)
 TENSOR_MEMORY = 512
-# Of arrays, by JAX's names; Triton's.
+# Triton's names of dtypes, by JAX's names.
 KINDS = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv",
     "int8": "i8", "int32": "i32", "bool": "i1",
@@ -39,14 +39,14 @@ KINDS = {
 
 
 def prepare() -> None:
-    """Before jax and triton are imported: eight CPU devices, and kernels that are compiled, not interpreted."""
+    """Sets up eight CPU devices and compiled kernels; to be called before jax and triton are imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     os.environ.pop("TRITON_INTERPRET", None)
 
 
 def described(launch: Launch) -> dict:
-    """A launch as JSON has it: all that its machine code depends on."""
+    """A launch in JSON's types: everything that its machine code depends on."""
     return {
         "kernel": f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__}",
         "kinds": [str(x.dtype) for x in (*launch.args, *launch.out)],
@@ -57,13 +57,13 @@ def described(launch: Launch) -> dict:
 
 
 def digest(launched: list[dict]) -> str:
-    """Of `described` launches, in any order: their number and a hash."""
+    """The number and a hash of `described` launches, in any order."""
     text = "\n".join(sorted(json.dumps(launch, sort_keys=True) for launch in launched))
     return f"{len(launched)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def shapes_of(launch: Launch) -> dict:
-    """What a launch runs over besides, as JSON has it."""
+    """The shapes and the grid of a launch, in JSON's types."""
     return {
         "args": [list(x.shape) for x in launch.args],
         "out": [list(x.shape) for x in launch.out],
@@ -83,7 +83,7 @@ def launches(
         card: The card.
         dtype: Dtype of the weights that are not quantized.
         quantize: As in `abstract_pair`.
-        shapes: Whether each has `shapes_of` its first launch too.
+        shapes: Whether each launch also has the `shapes_of` its first occurrence.
     """
     import jax
     import jax.numpy as jnp
@@ -98,7 +98,7 @@ def launches(
 
     def record(launch: Launch) -> tuple:
         one = described(launch)
-        # A grid of several rows is a launch of its own, but no other machine code.
+        # A grid of several rows is another launch with the same machine code.
         key = json.dumps(one | ({"rows": launch.grid[1:2]} if shapes else {}))
         found.setdefault(key, one | (shapes_of(launch) if shapes else {}))
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
@@ -124,7 +124,7 @@ def launches(
 
 
 def compiled(launch: dict, capability: int) -> dict:
-    """What a launch takes of a card.
+    """Compiles a launch for a card and measures what it takes of it.
 
     Returns:
         Registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor memory of a program;
@@ -152,7 +152,7 @@ def compiled(launch: dict, capability: int) -> dict:
     }
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    except Exception as e:  # of many kinds: a pass of MLIR, the assembler, a limit of the card
+    except Exception as e:  # errors have many kinds: a pass of MLIR, the assembler, a limit of the card
         return {"failed": " ".join(str(e).split())[-300:] or type(e).__name__}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -39,14 +39,14 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute
 
 
 def prepare() -> None:
-    """For compilers of devices that are not there: before jax is imported."""
+    """Sets up compilers of absent devices; to be called before jax is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     for variable, value in WITHOUT_DEVICES.items():
         os.environ.setdefault(variable, value)
 
 
 def topology(device: str, count: int) -> list:
-    """Devices to compile for."""
+    """The devices that a name stands for, to compile for."""
     from jax.experimental import topologies
 
     if ":" in device:
@@ -61,7 +61,7 @@ def topology(device: str, count: int) -> list:
 
 
 def backend_of(device, kernels: str) -> Backend:
-    """The backend of a device that is compiled for and need not be here."""
+    """The backend of a device that programs are compiled for, which this machine need not have."""
     if hasattr(device, "compute_capability"):
         card = Card.of_device(device)
         has_triton = kernels == "auto" and find_spec("jax_triton")
@@ -71,7 +71,7 @@ def backend_of(device, kernels: str) -> Backend:
 
 def thunks(folder: Path) -> str:
     """The GPU's list of kernels, copies, collectives and graphs."""
-    # The second is missing where no pass changed the first.
+    # The second file is missing where no pass changed the first.
     for pattern in ("*thunk_sequence_after_thunk_passes.txt", "*thunk_sequence.txt"):
         if found := sorted(folder.glob(pattern), key=lambda p: p.stat().st_size):
             return found[-1].read_text()
@@ -95,9 +95,10 @@ def resident_bytes(tree) -> int:
 
 
 def measure(lowered, layers: int, arrays: dict, options: dict) -> dict:
-    """Compiles and counts. A loop's body counts once, so figures of a decode program are per round.
+    """Compiles a program and counts its kernels, copies and bytes.
 
-    ``arrays``: name → trees of arrays that should not be copied.
+    A loop's body counts once, so figures of a decode program are per round. ``arrays``: name → trees of arrays that
+    should not be copied.
     """
     import jax
 
@@ -136,7 +137,7 @@ def measure(lowered, layers: int, arrays: dict, options: dict) -> dict:
 
 
 def shorten(shapes, count: int):
-    """The first ``count`` layers only; the drafter taps the last of them."""
+    """A model of the first ``count`` layers only; the drafter taps the last of them."""
     from dflash_jax.models.mtp_config import MtpConfig
 
     target = replace(shapes.target, layers=shapes.target.layers[:count])

@@ -1,6 +1,6 @@
-"""When are two runs' tokens equal: always, but where the reference itself was undecided.
+"""Equality of two runs' tokens: they must be equal except where the reference itself was undecided.
 
-In float32 the same logit comes out a few 1e-7 apart when a matmul has another shape. That parts two runs only where the
+In float32 a logit differs by a few 1e-7 when a matmul has another shape. Two runs then part only where the
 draw's winner and runner-up, a token and a cut (top-k, top-p, min-p), or two experts at the router's cut are that near.
 """
 
@@ -28,7 +28,7 @@ TIE = 1e-4
 def equal_or_tie(expected: Iterable[int], actual: Iterable[int], margin_at: Callable[[int], float]) -> int | None:
     """Asserts that two runs' tokens are equal, or that the reference's own margin at the first difference i is a tie.
 
-    ``margin_at(i)`` tells it. Returns i, or None where all are equal.
+    ``margin_at(i)`` gives the margin. Returns i, or None where all tokens are equal.
     """
     expected, actual = [int(x) for x in expected], [int(x) for x in actual]
     for i, (a, b) in enumerate(zip(expected, actual, strict=False)):
@@ -41,7 +41,7 @@ def equal_or_tie(expected: Iterable[int], actual: Iterable[int], margin_at: Call
 
 
 def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray, float]:
-    """Processed logits float64 [V] of one place, by sorting; and the distance of the nearest token from a cut.
+    """Processed logits float64 [V] at one position, by sorting; and the distance of the nearest token from a cut.
 
     The definitions are those of transformers; of frequency and presence, OpenAI's. A token that ties with the cut does
     not count in the distance.
@@ -73,7 +73,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
     weights = np.exp(x - x.max())
     if options["top_p"] < 1:
         above = np.array([weights[weights > w].sum() for w in weights]) / weights.sum()
-        # What ties with the likeliest has nothing above it and stays.
+        # A token that ties with the likeliest one has nothing above it and stays.
         x = cut(
             x, (above < options["top_p"]) | (above == 0), np.where(above > 0, np.abs(above - options["top_p"]), np.inf)
         )
@@ -107,7 +107,7 @@ _noise = jax.jit(gumbel_noise, static_argnums=0)
 
 
 class Finished(Protocol):
-    """A finished run, as `DecodeState` has it."""
+    """A finished run, with the fields of `DecodeState`."""
 
     @property
     def sampling(self) -> SamplingState:

@@ -1,4 +1,4 @@
-"""How far a computation may be from the truth: at most three times as far as a reference in the same dtype.
+"""The distance of a computation from the truth: at most three times that of a reference in the same dtype.
 
 An absolute tolerance holds on the machine that it was measured on: another one adds in another order. So the truth is
 the reference in float64, the measure is the reference in float32 or bfloat16 on this very machine, and ours is held to
@@ -25,7 +25,7 @@ LEAST_ROUNDINGS = 4
 
 @dataclass(frozen=True)
 class Exact:
-    """An array in float64, and what the same computation gives in fewer bits."""
+    """An array in float64, and the result of the same computation in fewer bits."""
 
     value: np.ndarray
     single: np.ndarray

@@ -1,4 +1,4 @@
-"""A model runner without a model, whose device is a clock: the engine on it shows what the host costs and decides."""
+"""A model runner without a model, whose device is a clock: it shows the costs and decisions of the engine's host."""
 
 import time
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The time that passes."""
+    """The machine's own clock."""
 
     now = staticmethod(time.perf_counter)
 
@@ -52,7 +52,7 @@ class WallClock:
 
 
 class FakeClock:
-    """A time that passes only while the host waits."""
+    """A clock that advances only while the host waits."""
 
     def __init__(self):
         self._now = 0.0
@@ -104,7 +104,7 @@ class MockCopies:
 
 @dataclass
 class Row:
-    """A slot: the seed of its text, how many tokens of it there are and may be, and what ends it."""
+    """A slot: the seed of its text, its numbers of tokens so far and at most, and the tokens that end it."""
 
     seed: int = 0
     known: int = 0
@@ -182,7 +182,7 @@ class MockRunner(MockCopies, ModelRunner):
         return self._text[first : first + count]
 
     def work(self, seconds: float) -> float:
-        """Queues work on the device: when it is done, which is its ticket."""
+        """Queues work on the device, and returns the time at which it is done, which is its ticket."""
         now = self.clock
         self.gaps.append(max(0.0, now - self._busy_until))
         self._busy_until = max(self._busy_until, now) + seconds

@@ -1,4 +1,4 @@
-"""Servers that scripts start as users do: processes of their own, on free ports of this machine."""
+"""Servers that scripts start as users do: each is a process on a free port of this machine."""
 
 import os
 import platform
@@ -38,11 +38,11 @@ class ServerProcess:
     """A process that listens on a port, as ``with ServerProcess(…) as server``.
 
     Args:
-        command: Its words.
-        port: Where it listens.
+        command: The words of its command.
+        port: The port on which it listens.
 
     Attributes:
-        url: Where it listens.
+        url: Its address.
         process: The process.
     """
 
@@ -52,7 +52,7 @@ class ServerProcess:
 
     @classmethod
     def of(cls, name: str, words: Sequence[str]) -> "ServerProcess":
-        """``dflash NAME`` with further words on a free port."""
+        """Starts ``dflash NAME`` with further words on a free port."""
         port = free_port()
         return cls([sys.executable, "-m", f"dflash_jax.{name}", "--port", str(port), *words], port)
 

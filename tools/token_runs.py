@@ -1,6 +1,6 @@
-"""Tokens of an engine with a drafter that has the right drafts in a table.
+"""Runs of an engine whose drafter has the right drafts in a table, and comparison of their tokens.
 
-Random models of real heads, requests, runs and their comparison; for tests and for a check on a card.
+The models are random and have the heads of real ones. For tests, and for a check on a card.
 """
 
 import re
@@ -31,7 +31,7 @@ from dflash_jax.sampling_params import SamplingParams
 from tools.compile_report import shorten
 from tools.equality import Reference, equal_or_tie
 
-# Of random models: small, so that a `Remembering` has room.
+# Tokens of a random model's vocabulary: few, so that the table of a `Remembering` stays small.
 VOCAB = 64
 CONFIG = "qwen3.6-35b-a3b"
 
@@ -39,7 +39,7 @@ CONFIG = "qwen3.6-35b-a3b"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Remembering(DrafterWrapper):
-    """Drafts the continuations that it was given, half of them with one wrong token.
+    """A drafter that drafts known continuations, half of them with one wrong token.
 
     Attributes:
         table: Tokens int32 [V, L, W - 1] that follow a token at a position.
@@ -151,7 +151,7 @@ def random_pair(shapes: Shapes, seed: int = 0) -> tuple:
 
 
 def requests(lengths: Sequence[int], temperature: float, new: int, vocab: int) -> list[Request]:
-    """With random prompts of ``lengths``, for ``new`` tokens each."""
+    """Requests for ``new`` tokens each, with random prompts of ``lengths`` tokens."""
     rng = np.random.default_rng(0)
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
     neutral |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "temperature": temperature, "max_tokens": new}

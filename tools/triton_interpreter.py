@@ -21,16 +21,16 @@ from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.triton.launch import Launch, launching
 
-# What models and operations are given whose kernels are interpreted.
+# The backend of models and operations whose kernels are interpreted.
 INTERPRETED = Backend.for_card(HOPPER)
 # The interpreter keeps a program's number and its patches of Triton's language in module globals.
 _LOCK = threading.Lock()
 
 
 def interpret(launch: Launch) -> list[np.ndarray]:
-    """What `launch.triton_call` returns, of concrete arrays.
+    """Runs a launch in the interpreter, and returns what `launch.triton_call` returns, for concrete arrays.
 
-    What no program writes is NaN, or an integer that is no index.
+    Elements that no program writes are NaN, or an integer that is no index.
     """
     import torch
 
@@ -47,7 +47,7 @@ def interpret(launch: Launch) -> list[np.ndarray]:
 def _to_torch(x):
     import torch
 
-    # Of types that NumPy does not have itself, the bits.
+    # Dtypes that NumPy lacks are passed as their bits.
     x = np.array(x)
     for name, bits in (("float8_e4m3fn", np.uint8), ("bfloat16", np.int16)):
         if x.dtype == jnp.dtype(name):
@@ -63,7 +63,7 @@ def _to_numpy(x) -> np.ndarray:
 
 @contextmanager
 def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
-    """Inside, kernels are interpreted.
+    """A context in which kernels are interpreted.
 
     Args:
         emulate_tf32: Products of float32 in TF32 lose the 13 lowest bits of their operands, as a tensor core that
@@ -141,7 +141,7 @@ def small_grids() -> Iterator[None]:
 
 
 def _operand(x, truncated: bool):
-    """An operand of a product: bfloat16, which the interpreter holds as integers, in float32; float32 in TF32."""
+    """An operand of a product: bfloat16, which the interpreter holds as integers, as float32; float32 as TF32."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 

@@ -27,7 +27,7 @@ def thunk_kinds(text: str) -> tuple[Counter, Counter]:
 
 
 def shape_key(shape) -> tuple[int, ...]:
-    """What a copy has in common with what it copies, however it is transposed."""
+    """A key that an array and its copies share, whatever their order of axes."""
     return tuple(sorted(int(n) for n in shape if int(n) > 1))
 
 
@@ -35,7 +35,7 @@ ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "
 
 
 def bytes_of(kind: str, shape: str) -> int:
-    """Bytes of an array of XLA's notation."""
+    """Bytes of an array in XLA's notation."""
     return ITEM.get(kind, 4) * math.prod(int(n) for n in shape.split(",") if n)
 
 
@@ -55,12 +55,12 @@ def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     return total
 
 
-# What starts no kernel of its own.
+# Operations that start no kernel of their own.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 
 
 def working(hlo: str) -> Iterator[str]:
-    """What each operation of an optimised program that runs by itself returns: types and shapes. Loops count once."""
+    """Types and shapes that each operation of an optimised program that runs by itself returns. Loops count once."""
     fused = set(re.findall(r"(?:kind=k\w+, calls|to_apply)=%?([\w.-]+)", hlo))
     inside = False
     for line in hlo.splitlines():
@@ -73,7 +73,7 @@ def working(hlo: str) -> Iterator[str]:
 
 
 def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
-    """Bytes of all that these operations return, but for arrays of ``shapes``: those are updated in place."""
+    """Bytes of the results of these operations, except arrays of ``shapes``, which are updated in place."""
     arrays = (array for returned in working(hlo) for array in re.findall(r"(\w+)\[([\d,]*)\]", returned))
     return sum(
         bytes_of(kind, shape) for kind, shape in arrays if shape_key(filter(None, shape.split(","))) not in shapes
@@ -81,7 +81,7 @@ def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
 
 
 def computations(hlo: str) -> dict[str, list[str]]:
-    """Name (of the first one: ENTRY) → lines."""
+    """The lines of each computation, by its name; the first one's is ENTRY."""
     lines_by_name, name = {}, None
     for line in hlo.splitlines():
         if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DraftMarks:
-    """What stands before and after drafted text.
+    """The marks around drafted text.
 
     Attributes:
-        start: Before.
-        end: Behind.
+        start: The mark before the text.
+        end: The mark after it.
         legend: What a reader sees as the mark; empty where nothing is marked.
     """
 

@@ -7,10 +7,10 @@ with the probability p_i,
 
     p_i / (1 - p_i) = r o_i,    r = (usual rejections + c) / (rejections + c),
 
-where the usual rejections are those that o_i expects among as many accepted drafts, the sum of 1 / o_i over them (the
-Mantel-Haenszel estimate), recent rounds count most, and c draws r of a new sequence to 1.
+where the usual rejections are the number that the o_i predict for the accepted drafts, the sum of 1 / o_i over them
+(the Mantel-Haenszel estimate), recent rounds count most, and c draws r of a new sequence to 1.
 
-At first the o_i follow from the acceptance on record for the drafter.
+At first the o_i follow from the rates in the drafter's config.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ import numpy as np
 
 # Factor by which earlier rounds count less after each round, of a sequence and of all requests together.
 DECAY, OVERALL_DECAY = 0.95, 0.998
-# Rejections that the record of all requests counts for in a sequence's odds ratio.
+# Weight, in rejections, of all requests' acceptance in a sequence's odds ratio.
 PRIOR_REJECTIONS = 8.0
-# Rounds that the odds at a place count for at the next one.
+# Weight, in rounds, of one place's odds at the next.
 PLACE_ROUNDS = 4.0
-# The least and the greatest odds at a place: one draft that is accepted against all odds must not make a text easy.
+# The least and the greatest odds at a place, so that one unlikely acceptance does not make a text easy.
 ODDS = 0.05, 1e3
-# The rate at which drafts of a drafter without a record are accepted, and the rounds that a record counts for.
+# The assumed rate of acceptance of a drafter without known rates, and the weight of known rates in rounds.
 USUAL_RATE, RECORD_ROUNDS = 0.7, 40.0
-# The best recent odds ratio at first: some texts are easier than those on record.
+# The initial best recent odds ratio: some texts are easier than those of the known rates.
 EASY_RATIO = 2.0
-# What rounds with one drafter count for the rate of another one.
+# Weight of rounds with one drafter in the odds ratio of another one.
 OTHERS_WEIGHT = 0.25
 # How fast the best recent odds ratio follows a sequence that is better, and one that is worse.
 RISE, FALL = 0.5, 0.02
@@ -42,7 +42,7 @@ class Acceptance:
     """Recent rejections of a sequence's drafts; older rounds count less.
 
     Attributes:
-        usual: Rejections that are usual among as many accepted drafts.
+        usual: The usual number of rejections for the sequence's accepted drafts.
         rejected: Rounds that a rejected draft ended.
     """
 
@@ -50,7 +50,7 @@ class Acceptance:
     rejected: float = 0.0
 
     def observe(self, usual: float, is_rejected: bool) -> None:
-        """Adds a round with ``usual`` rejections usual among its accepted drafts."""
+        """Adds a round; ``usual``: the usual number of rejections for its accepted drafts."""
         self.usual = DECAY * self.usual + usual
         self.rejected = DECAY * self.rejected + is_rejected
 
@@ -61,7 +61,7 @@ class Acceptances(dict[int, Acceptance]):
     Attributes:
         has_begun: Whether the sequence has had a dispatch.
         alone: The drafter that drafts alone (`engine.drafting_alone`); None where the contexts of all are kept.
-        is_trial: Whether that is a trial; None where there was no choice.
+        is_trial: Whether that drafter, or keeping all contexts, is on trial; None where there was no choice.
     """
 
     has_begun: bool = False
@@ -72,7 +72,7 @@ class Acceptances(dict[int, Acceptance]):
 def odds_ratio(drafter: int, acceptances: Mapping[int, Acceptance]) -> float:
     """The odds that a sequence accepts a draft of a drafter over the odds of all requests.
 
-    A text that is easy or hard for one drafter is so for others: their rounds count, too.
+    A text that is easy or hard for one drafter is easy or hard for others, so their rounds count, too.
     """
     usual = rejected = PRIOR_REJECTIONS
     for other, seen in acceptances.items():
@@ -85,20 +85,20 @@ class DrafterRecord:
     """How a drafter's drafts were accepted in the rounds of all requests, by their place in the block.
 
     Args:
-        rates: Of the rounds on record, the share that accepted draft 1, draft 2, …, none greater than the one before
-            it. At places past them, drafts are accepted as often as at the last of them.
+        rates: Shares of known rounds that accepted draft 1, draft 2, …, none greater than the one before it. Later
+            drafts are assumed to be accepted as often as the last of these.
         places: Drafts of the largest block.
 
     Attributes:
-        usual: Rejections that are usual among the first n accepted drafts of a round, by n, as of the last reading of
-            ``odds``: all sequences of a dispatch are held to the same.
+        usual: The usual number of rejections for n accepted drafts of a round, by n, as of the last reading of
+            ``odds``, so that all sequences of a dispatch are compared with the same numbers.
         best_ratio: The best recent odds ratio of a sequence.
-        rounds: Rounds that were observed.
+        rounds: Number of observed rounds.
     """
 
     def __init__(self, rates: Sequence[float], places: int):
         reached = (1.0, *rates)
-        # By place: drafts that were accepted, and rounds that a rejected draft ended.
+        # Numbers of accepted drafts, and of rounds that a rejected draft ended, by place.
         self._accepted = [RECORD_ROUNDS * rate for rate in rates[:places]] + [0.0] * (places - len(rates))
         self._rejected = [RECORD_ROUNDS * (a - b) for a, b in pairwise(reached)][:places]
         self._rejected += [0.0] * (places - len(self._rejected))
@@ -123,13 +123,13 @@ class DrafterRecord:
 
     @property
     def odds(self) -> list[float]:
-        """The odds of acceptance at each place, of drafts where those before were accepted."""
+        """The odds of acceptance at each place, given that the drafts before it were accepted."""
         if not self._is_current:
             self._update()
         return self._odds
 
     def _update(self) -> None:
-        # First, so that a round that another thread adds meanwhile counts at the next reading.
+        # Set first, so that a round that another thread adds meanwhile counts at the next reading.
         self._is_current = True
         least, greatest = ODDS
         # The first place has none before it.
@@ -141,7 +141,7 @@ class DrafterRecord:
             odds = min(max(odds, least), greatest)
             by_place.append(odds)
             usual.append(usual[-1] + 1 / odds)
-        # Whole lists: other threads read them.
+        # Lists are replaced as a whole, since other threads read them.
         self._odds, self.usual = by_place, usual
 
     def expected_tokens(self, ratios: Sequence[float], least: float = 0.0) -> np.ndarray:
@@ -149,7 +149,7 @@ class DrafterRecord:
 
         Args:
             ratios: The odds ratio of each sequence.
-            least: The probability with which each draft is accepted at least.
+            least: A lower bound of each draft's probability of acceptance.
 
         Returns:
             float64 [places + 1]: tokens of all sequences together, with blocks of 1, 2, … up to the largest.

@@ -18,13 +18,13 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.drafting import proposing
 from dflash_jax.ops.cache import page_size, pages_of, window_pages
 
-# Bytes of a device that pages of prefixes may take at least: an engine of few slots is small, but not its prefixes.
+# Least limit of the bytes of prefixes' pages on a device: an engine of few slots is small, but its prefixes are not.
 LEAST_PREFIX_BYTES = 2**26
 # JAX's name of the host's memory that devices read and write without a detour.
 PINNED = "pinned_host"
-# The most of it that XLA allocates on a GPU, GiB; a limit, not a reservation.
+# The variable with the most pinned memory that XLA allocates for a GPU, in GiB; a limit, not a reservation.
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-# Where cgroups have the memory of this process: (limit, usage), of version 2 and 1.
+# Files of cgroups with the memory of this process: (limit, usage), of version 2 and 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -42,7 +42,7 @@ class Memory:
         pages: The pages of keys and values.
         prefixes: The prefix cache, but for its pages.
         workspace: Temporary arrays of a step, estimated.
-        limit: What may be used.
+        limit: Bytes that may be used.
         counts: Pages of a data shard, in caches that keep all positions and in those with a window.
     """
 
@@ -108,12 +108,12 @@ def on_device(tree) -> int:
 
 
 def deferred_bytes(programs: Executables, batch: int, settings: Settings, config: EngineConfig) -> int:
-    """Bytes of the `deferred_features` of a dispatch of ``batch`` sequences, of the speculation that keeps the most."""
+    """Most bytes of `deferred_features` that any speculation keeps in a dispatch of ``batch`` sequences."""
     target, drafter = programs.pair
     rounds = [round_settings(settings, speculation) for speculation in config.speculations]
     drafters = [proposing(drafter, r.drafter, r.is_alone) for r in rounds]
-    kept = [deferred_features(target, d, batch, r.block_size) for d, r in zip(drafters, rounds, strict=True)]
-    return max((math.prod(each.shape) * each.dtype.itemsize for each in kept if each is not None), default=0)
+    features = [deferred_features(target, d, batch, r.block_size) for d, r in zip(drafters, rounds, strict=True)]
+    return max((math.prod(x.shape) * x.dtype.itemsize for x in features if x is not None), default=0)
 
 
 def plan_memory(
@@ -132,7 +132,7 @@ def plan_memory(
         programs: The executables, with the weights.
         slots: Slots of the engine.
         capacity: Positions of each slot at most.
-        settings: What the programs share.
+        settings: Settings that the programs share.
         config: The engine's configuration.
         fraction: The share of a device's memory that may be used.
         vision: As in `Memory`.
@@ -152,13 +152,13 @@ def plan_memory(
     model, batch, longest = programs.config, slots // programs.data, pages_of(capacity, capacity) if page else 0
     most, most_windowed = pages_of_slots(programs, slots, capacity, settings)
     prefill = PREFILL_BYTES * config.prefill_sizes[-1] * model.hidden_size
-    # Of decoding, which grow with the slots.
+    # Temporary arrays of decoding, which grow with the slots.
     rounds = 12 * batch * config.largest_block * model.vocab_size + deferred_bytes(programs, batch, settings, config)
     limit = int(fraction * device_memory())
     fewest = longest + (config.prefix_bytes > 0 and page > 0)
     # Copies of pages on their way to the host and back.
     copies = 2 * (IN_FLIGHT + 1) * COPIED_PAGES[-1] * max(page, windowed)
-    # Of prefixes, each kind of page may be half.
+    # Each kind of page may use half of the prefix budget.
     most = most if page else 0
     if page:
         most += min(-(-config.prefix_bytes // (2 * page)), max(most, -(-LEAST_PREFIX_BYTES // page)))
@@ -204,19 +204,18 @@ def pages_of_slots(
         programs: The executables.
         slots: The slots.
         capacity: Positions of each.
-        settings: What the programs share.
-        ahead: Positions that may be written before pages that a window has left are given up: those of dispatches that
-            have started.
+        settings: Settings that the programs share.
+        ahead: Positions of started dispatches, which may be written before pages that a window has left are given up.
 
     Returns:
-        Those in caches that keep all positions, and those in caches with a window.
+        Pages of caches that keep all positions, and pages of caches with a window.
     """
     state = programs.abstract_state(slots, capacity, settings, (0, 0))
     caches = jax.tree.leaves((state.target, state.draft), is_leaf=is_kv_cache)
     windows = [(c.window, c.sinks) for c in caches if is_kv_cache(c) and c.window is not None]
-    each = 0
+    windowed = 0
     if windows:
         last, first = max(w for w, _ in windows), max(n for _, n in windows)
-        each = window_pages(last, first, ahead, capacity)
+        windowed = window_pages(last, first, ahead, capacity)
     batch = slots // programs.data
-    return batch * pages_of(capacity, capacity), batch * each
+    return batch * pages_of(capacity, capacity), batch * windowed

@@ -18,7 +18,7 @@ from dflash_jax.engine.model_runner import ModelRunner
 
 
 def batched(pages: Iterable[int]) -> Iterator[list[int]]:
-    """Pages as programs save and load them at once."""
+    """Groups of pages as programs save and load them at once."""
     iterator = iter(pages)
     while group := list(islice(iterator, COPIED_PAGES[-1])):
         yield group
@@ -89,8 +89,8 @@ class Kept:
     Attributes:
         shard: The data shard of the pages.
         pages: Index in a table → page, of caches that keep all positions.
-        windowed: The same of caches with a window.
-        snapshot: What a slot has beside pages; None where it is not kept.
+        windowed: The same for caches with a window.
+        snapshot: Arrays of a slot beside its pages; None where it is not kept.
     """
 
     shard: int
@@ -106,7 +106,7 @@ class OnHost:
     Attributes:
         pages: Indices in a table, of caches that keep all positions.
         windowed: The same of caches with a window.
-        segments: Of both kinds, the contents of the pages, some at a time.
+        segments: The contents of the pages of both kinds, in groups.
         snapshot: As in `Kept`.
     """
 
@@ -126,8 +126,8 @@ class Pages:
 
     Args:
         runner: The device's work.
-        make_room: ``make_room(slot, kinds)`` takes pages of one of these kinds from those who need them less than the
-            slot; False where none are.
+        make_room: ``make_room(slot, kinds)`` takes pages of one of these kinds from requests or prefixes that need
+            them less than the slot; False where there are none.
     """
 
     def __init__(self, runner: ModelRunner, make_room: Callable[[int, Sequence[int]], bool]):
@@ -136,7 +136,7 @@ class Pages:
         counts = runner.pages
         self.pools = tuple(PagePool(count, runner.shards) for count in counts)
         self._window, self._sinks = runner.window
-        # The pages of each slot: of both kinds, index → page.
+        # The pages of each slot: index → page, for each kind.
         self._slots: list[tuple[dict[int, int], dict[int, int]]] = [({}, {}) for _ in range(runner.slots)]
         width = -(-runner.capacity // self.size)
         self._tables = tuple(np.full((runner.slots, width), count, np.int32) for count in counts)
@@ -144,7 +144,7 @@ class Pages:
 
     @property
     def usage(self) -> float:
-        """The share of the pages that sequences have, 1 for all: of the kind of which more are in use."""
+        """The share of pages that sequences have, of the kind of which more are in use."""
         return max(sum(pool.live) / max(pool.count * len(pool.live), 1) for pool in self.pools)
 
     @property
@@ -157,7 +157,7 @@ class Pages:
 
         Args:
             known: Positions that are certainly in the caches.
-            positions: Positions that may be.
+            positions: Positions that may be in the caches.
         """
         count = -(-positions // self.size)
         if not self.pools[1].count:
@@ -172,31 +172,31 @@ class Pages:
         return len(full), len(windowed)
 
     def fits(self, shard: int, needs: tuple[int, int], promised: tuple[int, int]) -> bool:
-        """Whether a sequence fits beside those that a shard has.
+        """Whether a sequence fits beside the sequences of a shard.
 
         Args:
             shard: The data shard.
             needs: Pages of both kinds that the sequence needs.
-            promised: Pages of both kinds that the others need soon.
+            promised: Pages of both kinds that the other sequences need soon.
         """
         kinds = zip(needs, promised, self.pools, strict=True)
         return all(not n or n + more <= pool.count - pool.live[shard] for n, more, pool in kinds)
 
     def cover(self, slot: int, known: int, positions: int) -> bool:
-        """Gives a slot the pages that it needs, and takes those from it that it does not need any more.
+        """Gives a slot the pages that it needs, and takes back pages that it no longer needs.
 
         Args:
             slot: The slot.
             known: Positions that are certainly in its caches.
-            positions: Positions that may be, after the next programs.
+            positions: Positions that may be in them after the next programs.
 
         Returns:
-            False where pages are missing; then it has got none.
+            False where pages are missing; the slot then gets none.
         """
         full, windowed = self._indices(known, positions)
         for index in self._slots[slot][1].keys() - set(windowed):
             self._remove(slot, 1, index)
-        # Of those that keep all positions, a slot has the first ones.
+        # A slot has the first pages of caches that keep all positions.
         missing = full[len(self._slots[slot][0]) :], [i for i in windowed if i not in self._slots[slot][1]]
         if not self.has_room(slot, *map(len, missing)):
             return False
@@ -206,7 +206,7 @@ class Pages:
         return True
 
     def has_room(self, slot: int, full: int, windowed: int) -> bool:
-        """Makes as many pages of both kinds free for a slot; False where that is not possible."""
+        """Frees enough pages of both kinds for a slot; False where that is not possible."""
         shard, needs = self._runner.shard(slot), (full, windowed)
         while kinds := [kind for kind, n in enumerate(needs) if self.pools[kind].free(shard) < n]:
             if not self._make_room(slot, kinds):
@@ -214,7 +214,7 @@ class Pages:
         return True
 
     def _put(self, slot: int, kind: int, index: int, page: int) -> None:
-        """Gives a slot a page, of which it is a user already, in place of one that it had."""
+        """Puts a page, whose user the slot is already, in place of the slot's page at an index."""
         if index in self._slots[slot][kind]:
             self.pools[kind].give_back(self._slots[slot][kind][index])
         self._slots[slot][kind][index] = page
@@ -240,11 +240,11 @@ class Pages:
     def send(self) -> None:
         """Sends the tables to the device, where they have changed."""
         if self._has_changed:
-            # A copy: the transfer may be under way when they change again.
+            # The tables are copied, since they may change while the transfer is under way.
             self._runner.set_tables(*(table.copy() for table in self._tables))
             self._has_changed = False
 
-    # What prefixes keep.
+    # Pages and snapshots that prefixes keep.
 
     def of_slot(self, slot: int, start: int, end: int) -> Kept:
         """The pages of a slot's positions from ``start`` to ``end``, in caches that keep all positions."""
@@ -253,7 +253,7 @@ class Pages:
         return Kept(self._runner.shard(slot), {i: pages[i] for i in range(first, last)})
 
     def snapshot(self, slot: int, length: int) -> Kept:
-        """What else a slot has after ``length`` positions."""
+        """The snapshot and the window's pages of a slot after ``length`` positions."""
         windowed = self._slots[slot][1]
         needed = [i for i in self._indices(length, length)[1] if i in windowed]
         kept = {i: windowed[i] for i in needed}
@@ -269,7 +269,7 @@ class Pages:
         return sum(n * size for n, size in zip(counts, self._runner.page_bytes, strict=True))
 
     def keep(self, kept: Kept) -> None:
-        """Gives the pages a prefix as a user."""
+        """Adds a prefix to the users of the pages."""
         for pool, pages in zip(self.pools, (kept.pages, kept.windowed), strict=True):
             for page in pages.values():
                 pool.keep(page)
@@ -281,7 +281,7 @@ class Pages:
                 pool.drop(page)
 
     def has_idle_pages(self, kept: Kept, shard: int, kinds: Sequence[int]) -> bool:
-        """Whether there are pages of a data shard and of one of ``kinds`` among what is kept that no sequence has."""
+        """Whether ``kept`` has pages of a data shard and of one of ``kinds`` that no sequence uses."""
         if kept.shard != shard:
             return False
         pages = kept.pages, kept.windowed
@@ -290,7 +290,7 @@ class Pages:
     def to_host(self, kept: Kept) -> OnHost | None:
         """Starts a copy to the host; None where the host has no memory for it.
 
-        It waits for the first pages of many, so that their copies on the device take little memory.
+        With many pages, it waits for the first ones, so that their copies on the device take little memory.
         """
         in_flight: deque[Any] = deque()
         segments: list[list[Any]] = [[], []]
@@ -325,7 +325,7 @@ class Pages:
             self._runner.wait(in_flight.popleft())
 
     def in_shard(self, kept: Kept, shard: int) -> Kept:
-        """What is kept, in free pages of another shard, which get a prefix as their user."""
+        """Copies ``kept`` to free pages of another shard, which get a prefix as their user."""
         kinds = kept.pages, kept.windowed
         groups = [list(batched(pages.values())) for pages in kinds]
 
@@ -352,7 +352,7 @@ class Pages:
         return kept
 
     def adopt(self, slot: int, kept: Kept) -> None:
-        """Lets a slot share pages of its own data shard, in place of those that it has at the same indices."""
+        """Lets a slot share pages of its own data shard, in place of its pages at the same indices."""
         for kind, pages in enumerate((kept.pages, kept.windowed)):
             for index, page in pages.items():
                 self.pools[kind].share(page)
@@ -375,7 +375,7 @@ class Pages:
     # Swapping.
 
     def swap_out(self, slot: int) -> OnHost | None:
-        """Copies all pages of a slot to the host, and takes them from it; None where the host has no memory."""
+        """Copies all pages of a slot to the host, and takes them from the slot; None where the host has no memory."""
         full, windowed = self._slots[slot]
         copy = self.to_host(Kept(self._runner.shard(slot), dict(full), dict(windowed)))
         if copy is not None:

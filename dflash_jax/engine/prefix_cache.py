@@ -1,4 +1,4 @@
-"""Where a prompt is cut into chunks, and the cache of prefixes.
+"""The cuts of a prompt into chunks, and the cache of prefixes.
 
 In the reproducible mode cuts follow from the tokens before them alone, and only prefixes at cuts are used: a prompt
 that goes on from one runs the chunks that a full prefill would run, and computes the same bits. Otherwise there are
@@ -132,8 +132,8 @@ class PrefixKeys:
         tokens: The prompt.
         salt: Only prompts with the same salt share prefixes.
         media: The images and videos of the prompt.
-        drafting: Whether its prefixes have the drafter's part. Prefixes without it are found only where it is not
-            needed.
+        drafting: Whether its prefixes have the drafter's part. Prefixes without that part are used only where it is
+            not needed.
     """
 
     def __init__(self, tokens: Sequence[int], salt: str = "", media: PromptMedia | None = None, drafting: bool = True):
@@ -148,7 +148,7 @@ class PrefixKeys:
         return len(self._tokens)
 
     def _digest(self, start: int, end: int) -> bytes:
-        """The digest of the first ``end`` tokens, of which those from ``start`` on, the end of a block, are left."""
+        """The digest of the first ``end`` tokens; ``start``: the end of a block, up to which they are digested."""
         digest = blake2b(b"%d " % (end - start), digest_size=16, key=self._block_digests[start // BLOCK])
         digest.update(self._tokens[start:end].tobytes())
         for span in self._spans[bisect_left(self._spans, start, key=lambda span: span.start) :]:
@@ -181,13 +181,13 @@ class Prefix:
         parent: The prefix up to an earlier cut that this one continues, or None.
         block_digests: `PrefixKey.block_digest` at the end of each whole block that ends after the parent.
         segments: The keys and values after the parent's, in pages of which the first may have some of the parent too.
-        snapshot: What a slot has beside them, after the last token; None where it is no longer stored. Then only
+        snapshot: A slot's arrays beside them, after the last token; None where they are no longer stored. Then only
             prefixes that continue this one can be restored.
         children: The prefixes whose parent this is.
-        headers: Those of them that end fewer than `MIN_MESSAGE` tokens later.
-        may_thin: Whether its snapshot goes where those around it serve.
-        stored: Of the prefixes before it, those whose snapshot was stored when this one was added, newest first.
-        pins: Users of this prefix, and its children that have any.
+        headers: Children that end fewer than `MIN_MESSAGE` tokens later.
+        may_thin: Whether its snapshot may be dropped where its neighbours' snapshots serve.
+        stored: Earlier prefixes of its chain whose snapshot was stored when this one was added, newest first.
+        pins: Number of its users, and of its children that have users.
     """
 
     key: PrefixKey
@@ -203,7 +203,7 @@ class Prefix:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.key.length
 
     def chain(self) -> "list[Prefix]":
@@ -225,7 +225,7 @@ class PrefixCache:
     Args:
         budget: Bytes of the device tier at most; 0 caches nothing.
         host_budget: Bytes of the host tier at most; 0 for none.
-        copies: What is kept on the device, and copies between the tiers.
+        copies: The arrays on the device, and copies between the tiers.
 
     Attributes:
         tiers: The memory, with the numbers of hits, misses and evictions of each tier.
@@ -234,9 +234,9 @@ class PrefixCache:
     def __init__(self, budget: int, host_budget: int, copies: Copies):
         self.tiers = PrefixTiers(budget, host_budget, copies, self._lose)
         self._prefixes: dict[PrefixKey, Prefix] = {}
-        # By `PrefixKey.block_digest`, how many prefixes there are of each length.
+        # Numbers of prefixes of each length, by `PrefixKey.block_digest`.
         self._lengths: dict[bytes, Counter[int]] = {}
-        # How many prefixes have each of their `block_digests`.
+        # Numbers of prefixes that have a digest among their `block_digests`.
         self._block_digests: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
@@ -263,7 +263,7 @@ class PrefixCache:
         Args:
             keys: The prompt's keys.
             longer_than: Tokens that it must exceed.
-            lengths: Lengths that it may have; None for any.
+            lengths: Possible lengths; None for any.
         """
         for blocks in range(self.shared(keys) // BLOCK, longer_than // BLOCK - 1, -1):
             lengths_of = {kind: self._lengths.get(keys.block_digest(blocks, kind), {}) for kind in keys.kinds}
@@ -280,7 +280,7 @@ class PrefixCache:
         def is_unknown(blocks: int) -> bool:
             return not any(keys.block_digest(blocks, kind) in self._block_digests for kind in keys.kinds)
 
-        # Where a block is known, so are those before it.
+        # Where a block is known, all blocks before it are known.
         return BLOCK * bisect_left(range(1, len(keys) // BLOCK + 1), True, key=is_unknown)
 
     def _touch(self, prefix: Prefix) -> None:
@@ -295,7 +295,7 @@ class PrefixCache:
             part.pins += 1
             if part.pins > 1:
                 break
-            # What continues others counts as used before them, so that it goes before them.
+            # A continuation counts as used before its parent, so that it is evicted first.
             self._touch(part)
             part = part.parent
 
@@ -331,15 +331,15 @@ class PrefixCache:
             key: Its cache key.
             parent: The prefix that it continues, or None.
             segments: The keys and values after the parent's, as the copies keep them.
-            snapshot: What a slot has beside them, likewise.
+            snapshot: A slot's arrays beside them, likewise.
             segments_size: Bytes of the segments on one device.
             snapshot_size: Bytes of the snapshot on one device.
             block_digests: As in `Prefix`.
-            may_thin: Whether its snapshot may go where those around it serve.
+            may_thin: As in `Prefix`.
 
         Returns:
-            The prefix; the one that has this key already where there is one. None where it cannot be cached: there is
-            no room for it, or its parent is evicted.
+            The prefix, or the existing one of this key. None where it cannot be cached: there is no room for it, or its
+            parent is evicted.
         """
         if parent is not None and not self._is_cached(parent):
             return None
@@ -414,7 +414,7 @@ class PrefixCache:
         yield prefix.snapshot, True
 
     def _lose(self, piece: Piece) -> None:
-        """Forgets a piece that is in no tier any more, and what cannot be used without it."""
+        """Forgets a piece that is in no tier any more, and prefixes that cannot be used without it."""
         prefix = piece.owner
         assert isinstance(prefix, Prefix)
         if piece is prefix.snapshot:
@@ -424,13 +424,13 @@ class PrefixCache:
             self._remove(prefix)
 
     def _prune(self, prefix: Prefix | None) -> None:
-        """Removes a prefix that serves none any more, and those before it for which that is true then."""
+        """Removes a prefix that no longer serves any other, and then its parents of which that has become true."""
         while prefix is not None and prefix.snapshot is None and not prefix.children and not prefix.pins:
             self._drop(prefix)
             prefix = prefix.parent
 
     def _remove(self, prefix: Prefix) -> None:
-        """Removes a prefix and all that continue it, and what served only these."""
+        """Removes a prefix, all its continuations, and prefixes that served only these."""
         removed = [prefix]
         for part in removed:
             removed += part.children
@@ -439,7 +439,7 @@ class PrefixCache:
         self._prune(prefix.parent)
 
     def _drop(self, prefix: Prefix) -> None:
-        """Removes a prefix that none continues."""
+        """Removes a prefix without continuations."""
         for piece in (prefix.segments, prefix.snapshot):
             if piece is not None:
                 self.tiers.remove(piece)

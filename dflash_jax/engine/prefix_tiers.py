@@ -1,4 +1,4 @@
-"""The memory of cached prefixes: a tier on the device, and one in pinned host memory for what it has no room for."""
+"""The memory of cached prefixes: a tier on the device, and a tier in pinned host memory for the rest."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ BROUGHT_SHARE = 4
 
 
 class Copies(Protocol):
-    """What pieces keep on the device, and copies of it on the host, none of which is waited for; `Pages` has real ones.
+    """Arrays of pieces on the device, and copies of them on the host, which nothing waits for. `Pages` implements it.
 
     Attributes:
         devices: Devices of this host, each of which has its part, or its copy, of all arrays.
@@ -25,13 +25,13 @@ class Copies(Protocol):
         ...
 
     def keep(self, kept: Any) -> None:
-        """Counts a piece as a user of what it keeps on the device."""
+        """Counts a piece as a user of its arrays on the device."""
 
     def drop(self, kept: Any) -> None:
         """Undoes `keep`."""
 
     def has_idle_pages(self, kept: Any, shard: int, kinds: Sequence[int]) -> bool:
-        """Whether there are pages of a data shard and of one of ``kinds`` among what is kept that no sequence has."""
+        """Whether ``kept`` has pages of a data shard and of one of ``kinds`` that no sequence uses."""
         ...
 
     def to_host(self, kept: Any) -> Any:
@@ -42,19 +42,19 @@ class Copies(Protocol):
 
 
 class Owner(Protocol):
-    """What a piece belongs to."""
+    """The owner of a piece, a prefix."""
 
     pins: int
 
 
 @dataclass(eq=False)
 class Piece:
-    """What is stored and lost together.
+    """A part of a prefix that is stored and lost as a whole: its segments or its snapshot.
 
     Attributes:
         owner: While its ``pins`` are not 0, the piece is not lost.
         size: Bytes on one device.
-        device: What it keeps on the device, or None.
+        device: Its arrays on the device, or None.
         host: Its copy on the host, or None. The copying may be under way.
     """
 
@@ -87,11 +87,11 @@ class Tier:
         return piece in self.pieces
 
     def has_room(self, piece: Piece) -> bool:
-        """Whether a piece fits beside those that are here."""
+        """Whether a piece fits beside the pieces of the tier."""
         return self.size + piece.size * self.copies <= self.budget
 
     def add(self, piece: Piece) -> None:
-        """Adds a piece, as the one used last."""
+        """Adds a piece as the most recently used one."""
         self.pieces[piece] = None
         self.size += piece.size * self.copies
 
@@ -113,7 +113,7 @@ class Tier:
 
 
 class PrefixTiers:
-    """Stores pieces on the device, and on the host those that the device has no room for.
+    """Stores pieces on the device, and on the host the pieces for which the device has no room.
 
     The pieces used longest ago are copied to the host while they are still on the device, so that a new piece takes the
     room of pieces whose copies are complete or nearly so. Nothing waits for a copy: until it is complete, the runtime
@@ -122,7 +122,7 @@ class PrefixTiers:
     Args:
         device_budget: Bytes of one device.
         host_budget: Bytes of the host; 0 for no host tier.
-        copies: What pieces keep on the device, and copies between both.
+        copies: The pieces' arrays on the device, and copies between both tiers.
         lost: Called with each piece that is in no tier any more.
 
     Attributes:
@@ -133,7 +133,7 @@ class PrefixTiers:
     def __init__(self, device_budget: int, host_budget: int, copies: Copies, lost: Callable[[Piece], None]):
         self.device = Tier(device_budget)
         self.host = Tier(host_budget, copies.devices)
-        # Pieces of the device that the host does not have.
+        # Pieces of the device without a copy on the host.
         self._unsaved = Tier(device_budget // UNSAVED_SHARE)
         # All pieces, in the order of their last use.
         self._all = Tier(device_budget + host_budget)
@@ -144,7 +144,7 @@ class PrefixTiers:
         return self.device, self.host, self._unsaved, self._all
 
     def count(self, is_on_device: bool | None) -> None:
-        """Counts a request: whether its prefix was on the device; None where it had none."""
+        """Counts a request by whether its prefix was on the device; None: it had no prefix."""
         if is_on_device:
             self.device.hits += 1
             return
@@ -203,7 +203,7 @@ class PrefixTiers:
     def _free(self, piece: Piece) -> bool:
         """Lets a piece leave the device; False where it may not."""
         if piece not in self.device:
-            # Lost with another one.
+            # The piece was lost with another one.
             return True
         # What the host has, or takes, is not lost; what it displaces there may be.
         if piece in self.host or self._save(piece, replaces=True) or piece not in self.device:
@@ -221,13 +221,13 @@ class PrefixTiers:
             self._drop(piece)
 
     def _drop(self, piece: Piece) -> None:
-        """Ends what a piece keeps on the device."""
+        """Frees a piece's arrays on the device."""
         kept, piece.device = piece.device, None
         if kept is not None:
             self._copies.drop(kept)
 
     def add(self, piece: Piece) -> None:
-        """Adds a piece that is on the device, for which `has_room`."""
+        """Adds a piece that is on the device, after `has_room` has made room for it."""
         self._copies.keep(piece.device)
         for tier in (self.device, self._unsaved, self._all):
             tier.add(piece)
@@ -253,7 +253,7 @@ class PrefixTiers:
             tier.clear()
 
     def on_device(self, piece: Piece, shard: int, keep: bool = True) -> tuple[Any, bool]:
-        """What a piece keeps on the device.
+        """The arrays of a piece on the device, copied from the host where necessary.
 
         Args:
             piece: The piece.
@@ -261,7 +261,7 @@ class PrefixTiers:
             keep: Whether it stays on the device then, in place of others that the host has too.
 
         Returns:
-            What is kept, and whether it is the piece's: otherwise the caller calls ``drop`` of the copies.
+            The arrays, and whether they are the piece's: otherwise the caller calls ``drop`` of the copies.
         """
         if piece.device is not None:
             return piece.device, True

@@ -1,4 +1,4 @@
-"""Whose request goes next: clients take turns by the tokens that they were served.
+"""Choice of the next request: clients take turns by the tokens that they were served.
 
 A client's account is that of a virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI
 2024): a token of a prompt counts once, a new token twice. The next request is of the client with the lowest count. An
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 
 from dflash_jax.engine.request import Request
 
-# What a new token counts, in tokens of a prompt.
+# Weight of a new token, in tokens of a prompt.
 NEW_TOKEN = 2.0
 # Idle clients whose accounts are kept.
 KEPT_ACCOUNTS = 4096
@@ -38,7 +38,7 @@ class Turns:
         self.active[client] += 1
 
     def end(self, client: Hashable) -> None:
-        """Counts the end of one."""
+        """Counts the end of a client's request."""
         self.active[client] -= 1
         if self.active[client]:
             return
@@ -55,7 +55,7 @@ class Turns:
         self._served[client] += tokens
 
     def served(self, client: Hashable) -> float:
-        """What an active client was served."""
+        """Tokens that an active client was served."""
         return self._served[client]
 
 
@@ -75,7 +75,7 @@ class WaitingRequests:
         return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        # Other threads read them, too.
+        # Other threads read the requests, too.
         return (entry[-1] for entries in list(self._by_client.values()) for entry in list(entries))
 
     def push(self, request: Request) -> None:
@@ -94,12 +94,12 @@ class WaitingRequests:
                 del self._by_client[request.client]
 
     def first(self) -> Request:
-        """The next request, of one or more."""
+        """The next request; at least one must wait."""
         firsts = (entries[0][-1] for entries in self._by_client.values())
         return min(firsts, key=lambda each: (*self.turn(each), each.order))
 
     def turn(self, request: Request) -> tuple[int, float]:
-        """What orders the requests of several clients: lower goes first."""
+        """The sort key of a request among several clients: lower goes first."""
         return request.level, self._turns.served(request.client)
 
 

@@ -20,7 +20,7 @@ from dflash_jax.server import (
 )
 from dflash_jax.server.access import OPEN_PATHS, Access
 from dflash_jax.server.answer_schema import Error
-from dflash_jax.server.body import Body, check_type, has_body, replayed
+from dflash_jax.server.body import Body, already_read, check_type, has_body
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
 from dflash_jax.server.page_files import PAGE_PATHS, page_file
@@ -110,7 +110,7 @@ class Gate:
                 await self.app(scope, receive, send)
                 return
             # No name for its content here: it is freed when the application has read it.
-            receive_body = replayed(await body.read(receive) if has_body(headers) else b"")
+            receive_body = already_read(await body.read(receive) if has_body(headers) else b"")
             await while_connected(receive, self.app(scope, receive_body, send))
         except ApiError as e:
             await error_response(e, scope)(scope, receive, send)

@@ -130,20 +130,20 @@ def parsed(number: int, raw: bytes | None, most: int, urls: frozenset[str]) -> E
     if raw is None:
         return fault("line_too_long", f"the line has more than {most} bytes")
     try:
-        given = json.loads(raw.decode("utf-8-sig"))
+        entry = json.loads(raw.decode("utf-8-sig"))
         # Serialised here: the limit of nesting depends on the stack, which is deeper where the body is sent.
-        content = json.dumps(given.get("body")).encode("ascii") if isinstance(given, dict) else b""
+        content = json.dumps(entry.get("body")).encode("ascii") if isinstance(entry, dict) else b""
     except (ValueError, RecursionError) as e:
         reason = "it is nested too deeply" if isinstance(e, RecursionError) else str(e).partition(": line")[0]
         return fault("invalid_json", f"the line is not JSON: {reason[:200]}")
-    if not isinstance(given, dict):
-        return fault("invalid_request", f"the line is a {type(given).__name__}: it must be an object")
-    name, url, body = given.get("custom_id"), given.get("url"), given.get("body")
+    if not isinstance(entry, dict):
+        return fault("invalid_request", f"the line is a {type(entry).__name__}: it must be an object")
+    name, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
     if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_ID:
         return fault("invalid_request", f"custom_id must be a text of 1 to {LONGEST_ID} characters")
     custom_id = name
-    if given.get("method", "POST") != "POST":
-        return fault("invalid_request", f"method is {str(given['method'])[:20]!r}: it must be POST")
+    if entry.get("method", "POST") != "POST":
+        return fault("invalid_request", f"method is {str(entry['method'])[:20]!r}: it must be POST")
     if not isinstance(url, str) or url not in urls:
         return fault("invalid_url", f"url is {str(url)[:80]!r}: it must be one of {', '.join(sorted(urls))}")
     if not isinstance(body, dict):

@@ -92,7 +92,7 @@ async def check(body: bytes, values: int, objects: int, text: int | None = None)
         values: Most values in its lists and objects.
         objects: Most objects.
         text: Most bytes of its strings beyond ASCII, of which images and videos have none; None: any. One such
-            character makes Python use up to four bytes for each of a string.
+            character makes Python use up to four bytes for each character of a string.
 
     Returns:
         An upper bound of its values.
@@ -116,8 +116,8 @@ def has_body(headers: dict[bytes, bytes]) -> bool:
     return headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
 
 
-def replayed(body: bytes) -> Callable:
-    """A ``receive`` that returns ``body``, then nothing."""
+def already_read(body: bytes) -> Callable:
+    """A ``receive`` that returns ``body``, then waits forever."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> dict:
@@ -132,9 +132,9 @@ def check_type(headers: dict[bytes, bytes]) -> None:
     Raises:
         ApiError: It is not JSON.
     """
-    given = headers.get(b"content-type", b"").decode("latin-1")
-    if not re.fullmatch(r"application/(json|[\w.+-]+\+json)\s*(;.*)?", given, re.IGNORECASE | re.ASCII):
-        says = f"Content-Type is {given!a}" if given else "there is no Content-Type"
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    if not re.fullmatch(r"application/(json|[\w.+-]+\+json)\s*(;.*)?", content_type, re.IGNORECASE | re.ASCII):
+        says = f"Content-Type is {content_type!a}" if content_type else "there is no Content-Type"
         raise ApiError(415, f"{says}: send JSON, with Content-Type: application/json")
 
 
@@ -186,11 +186,11 @@ class MediaRequest(Request):
         """
         if not hasattr(self, "_json"):
             content, serving = await self.body(), self.app.state.serving
-            most = serving.limits.body_bytes
+            text_limit = serving.limits.body_bytes
             async with serving.long_step(len(content)):
-                self._json = await parse(content, json.loads if len(content) <= most else _quickly)
-                if len(content) > most and text_bytes(self._json) > most:
-                    raise ApiError(413, f"the body has more than {most} bytes beside its images and videos")
+                self._json = await parse(content, json.loads if len(content) <= text_limit else _quickly)
+                if len(content) > text_limit and text_bytes(self._json) > text_limit:
+                    raise ApiError(413, f"the body has more than {text_limit} bytes beside its images and videos")
         return self._json
 
 
@@ -286,7 +286,7 @@ class Body:
                 body = await asyncio.to_thread(b"".join, parts) if is_large else b"".join(parts)
                 del parts
         except TimeoutError:
-            raise ApiError(408, "the body arrives more slowly than others, which need its memory") from None
+            raise ApiError(408, "the request body arrived too slowly: other requests needed its memory") from None
         finally:
             self._bodies.arriving.discard(self)
         # One large body at a time: the steps of several would add up between two turns of other requests.
@@ -314,16 +314,16 @@ class Body:
             yield part
 
     def reserve(self, more: int) -> None:
-        """Counts further bytes, of the body or of what it names.
+        """Counts further bytes, of the body or of images and videos that it names.
 
         Raises:
             ApiError: A large body exceeds its client's share or the memory of all bodies.
         """
-        most = self._limits.total_body_bytes
+        capacity = self._limits.total_body_bytes
         self._count(more)
-        if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * most:
+        if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * capacity:
             raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
-        while self._size > SMALL_BYTES and self._bodies.nbytes > most:
+        while self._size > SMALL_BYTES and self._bodies.nbytes > capacity:
             self._make_room()
 
     def _make_room(self) -> None:

@@ -38,12 +38,12 @@ def prompts_of(body: schema.CompletionRequest) -> list:
     Raises:
         ApiError: There is none, or one is empty.
     """
-    given = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]
-    if not given or any(not p and not isinstance(p, str) for p in given):
+    prompts = body.prompt
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    if not prompts or any(not p and not isinstance(p, str) for p in prompts):
         raise ApiError(400, "prompt is empty", "prompt")
-    return given
+    return prompts
 
 
 async def prepare_completions(serving: Serving, body: schema.CompletionRequest) -> list[RemoteSequence]:
@@ -66,9 +66,9 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
     for ids in encoded:
         ids = prepare.truncate(serving, body, ids, body.max_tokens)
         # The engine generates at least one token; with max_tokens 0 the answer omits it.
-        most = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
-        most = most or serving.check_room(ids, 1, "prompt")
-        params = prepare.sampling(body, most, body.seed, body.logprobs, body.logprob_token_ids)
+        room = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
+        room = room or serving.check_room(ids, 1, "prompt")
+        params = prepare.sampling(body, room, body.seed, body.logprobs, body.logprob_token_ids)
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": prompt_logprobs}
         options |= {"cache_salt": body.cache_salt, "budget": budget, "records_drafts": body.return_proposals}
         options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")
@@ -217,8 +217,8 @@ async def stream_chunks(
             starts = [offset + start for start in piece.starts] if is_new else []
             choice["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
             if is_first:
-                given = prompt_fields(serving, body, sequences[i])
-                choice |= {name: value for name, value in given.items() if value is not None}
+                of_prompt = prompt_fields(serving, body, sequences[i])
+                choice |= {name: value for name, value in of_prompt.items() if value is not None}
             return value
 
         prompt_entries = sequences[i].request.prompt_entries if is_first else []

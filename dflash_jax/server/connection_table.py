@@ -12,7 +12,7 @@ MOST_LOOKS = 64
 
 
 class Connection(Protocol):
-    """What the table needs of a connection."""
+    """A connection in the table."""
 
     @property
     def transport(self) -> Transport:

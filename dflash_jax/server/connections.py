@@ -55,7 +55,7 @@ class ConnectionLimits:
             read.
         unread_rate: Bytes per second.
         discard_bytes: Bytes that are read after an answer to an incomplete request, so that its client can read it.
-        discard_s: Seconds that those may pause. Together they have the time of a body.
+        discard_s: Seconds that these bytes may pause; all of them must arrive in the time of a body.
     """
 
     connections: int = 4096
@@ -75,7 +75,7 @@ class ConnectionLimits:
 
 
 class _AnswerTransport:
-    """The transport as the sender of one answer sees it: what is closed after the answer may have data to come."""
+    """The transport for the sender of one answer. To close it closes the connection after that answer, not at once."""
 
     def __init__(self, protocol: "LimitedProtocol", cycle: RequestResponseCycle):
         self._protocol, self._cycle = protocol, cycle
@@ -105,7 +105,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.raw_transport: asyncio.Transport | None = None
         self._phase = "head"
         self.began = self._last_data = self.loop.time()
-        # Bytes since the last one of a body or of a completed part of the request.
+        # Bytes received since the last byte of a body or of a completed part of the request.
         self._overhead = 0
         # Bytes of the body's chunked encoding beside its content.
         self._framing = 0
@@ -219,7 +219,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 # The parser takes data after this head for another protocol's. A server may ignore an upgrade (RFC
                 # 9110, 7.8): the head is parsed again without it, then its body and further requests.
                 data = self._head_without_upgrade() + data[e.args[0] :]
-                # This one ignores data after a request that is its connection's last.
+                # This parser ignores data after a request that is its connection's last.
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             except httptools.HttpParserError:

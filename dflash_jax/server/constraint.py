@@ -31,7 +31,7 @@ class Constraint:
     field: str
 
     def form(self) -> Form:
-        """The constraint as engines get it.
+        """The constraint in the form of the protocol with engines.
 
         Raises:
             InputError: It is too long, or nested too deeply.

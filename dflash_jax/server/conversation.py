@@ -171,7 +171,7 @@ class Conversation:
     def _tool_parser(self) -> ToolParser | None:
         if not self.tools:
             return None
-        # Ids of its own: the choices of a request take turns in any order.
+        # Each parser has its own source of ids, since the choices of a request take turns in any order.
         return ToolParser(self.xml, self.tools, self.is_forced, Random(current().run.fresh_id()))
 
 
@@ -179,21 +179,21 @@ def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> t
     """Messages in the form that chat templates read, and their images and videos.
 
     Args:
-        messages: The messages. Those of the assistant are text.
-        takes_media: Whether others may have images and videos.
+        messages: The messages. Messages of the assistant are text.
+        takes_media: Whether messages of other roles may have images and videos.
 
     Raises:
         ApiError: A part of a message is wrong.
     """
     converted, media = [], []
     for i, m in enumerate(messages):
-        given, where = m.refusal if m.content is None else m.content, f"messages[{i}]"
+        parts, where = m.refusal if m.content is None else m.content, f"messages[{i}]"
         content: str | list[dict]
-        if takes_media and m.role != "assistant" and isinstance(given, list) and has_media(given):
-            content, added = with_media(given, where)
+        if takes_media and m.role != "assistant" and isinstance(parts, list) and has_media(parts):
+            content, added = with_media(parts, where)
             media += added
         else:
-            content = text_of(given, where)
+            content = text_of(parts, where)
         message: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": content}
         if (thought := m.reasoning_content or m.reasoning) is not None:
             message["reasoning_content"] = thought
@@ -213,8 +213,8 @@ def _check_arguments(messages: Sequence[chat_schema.Message], most: int) -> None
     Raises:
         ApiError: They may have more than ``most`` values.
     """
-    given = (call.function.arguments for m in messages for call in m.tool_calls or ())
-    if sum(text.count(mark) for text in given if isinstance(text, str) for mark in ",[{") > most:
+    texts = (call.function.arguments for m in messages for call in m.tool_calls or ())
+    if sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{") > most:
         raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
 
 
@@ -289,7 +289,7 @@ async def converse(
         raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
     for i, tool in enumerate(tools or ()):
         check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
-    given = [t.model_dump(exclude_none=True) for t in tools or ()] or None
+    tool_schemas = [t.model_dump(exclude_none=True) for t in tools or ()] or None
     _check_arguments(messages, serving.limits.values)
     options = template_options(serving, body, messages)
     conversation, parts = as_template(messages, serving.media is not None)
@@ -298,7 +298,7 @@ async def converse(
         name = "truncate_prompt_tokens"
         raise ApiError(400, f"{name} is not possible with images and videos", name)
     try:
-        text = await templates.render(conversation, given, **options)
+        text = await templates.render(conversation, tool_schemas, **options)
         ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
         # Not checked for length: the prompt may be truncated later.
         prompt = await serving.texts.prompt(ids, "messages", is_truncated=True)

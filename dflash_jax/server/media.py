@@ -59,8 +59,8 @@ class PlacedMedia:
     """The images and videos of a prompt.
 
     Attributes:
-        prompt: As the engine gets them.
-        seconds: Seconds by step: "fetch" (what waits for memory included) and "decode".
+        prompt: The images and videos as the engine gets them.
+        seconds: Seconds by step: "fetch" (the wait for memory included) and "decode".
         memory: Memory of the pixels.
     """
 
@@ -81,9 +81,9 @@ class RequestMedia:
     def __init__(self, reader: MediaReader, most_bytes: int = MOST_BYTES):
         self.reader, self.decoder = reader, MediaDecoder(reader.limits)
         self.memory = FairCapacity(most_bytes, "the memory for images and videos")
-        # What is fetched and decoded, which has further bytes meanwhile.
+        # Memory for the contents and pixels of images and videos that are being fetched and decoded.
         self._reading = FairCapacity(most_bytes, "memory to read images and videos", reader.limits.waiting)
-        # Requests have been admitted: those of many images wait here, where the fetcher and the decoder would refuse.
+        # Admitted requests with many images wait here, since the fetcher and the decoder would refuse them.
         self._fetches = FairCapacity(reader.limits.fetches, "the network")
         self._decodes = FairCapacity(reader.limits.decodes, "the decoder of images and videos")
 

@@ -128,7 +128,7 @@ def usage_fields(sequence: RemoteSequence, output_tokens: int, reasoning_tokens:
 
 
 PATH = "/v1/messages"
-# What a stream says while nothing comes.
+# The event that keeps a stream alive while it has no other.
 PING = frame({"type": "ping"}, "ping")
 router = APIRouter(route_class=MediaRoute, responses={"4XX": {"model": MessagesError}, "5XX": {"model": MessagesError}})
 

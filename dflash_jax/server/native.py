@@ -46,13 +46,13 @@ class RequestedText:
 
 @dataclass(frozen=True)
 class Part:
-    """What an answer has of a text.
+    """The part of a text that an answer has.
 
     Attributes:
         text: Text; None without a tokenizer.
         token_ids: New tokens.
         logprobs: Log-probabilities of new tokens.
-        prompt_logprobs: Log-probabilities of the prompt's tokens but the first; None where it has none of the prompt.
+        prompt_logprobs: Log-probabilities of the prompt's tokens but the first; None where the answer has none of them.
     """
 
     text: str | None
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def count(self) -> int:
-        """Its log-probabilities."""
+        """The number of its log-probabilities."""
         return len(self.logprobs) + len(self.prompt_logprobs or ())
 
 
@@ -74,12 +74,12 @@ def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
     """
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "give text or input_ids, and one of them only", "text")
-    given = body.text if body.text is not None else body.input_ids
-    if isinstance(given, str):
-        return [given], False
-    if not given:
+    prompts = body.text if body.text is not None else body.input_ids
+    if isinstance(prompts, str):
+        return [prompts], False
+    if not prompts:
         raise ApiError(400, "there is no prompt", "text" if body.text is not None else "input_ids")
-    return ([given], False) if isinstance(given[0], int) else (given, True)
+    return ([prompts], False) if isinstance(prompts[0], int) else (prompts, True)
 
 
 def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, several: bool) -> list[list[MediaPart]]:
@@ -90,12 +90,12 @@ def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, 
     """
     media: list[list[MediaPart]] = [[] for _ in range(count)]
     for name, kind in (("image_data", "image_url"), ("video_data", "video_url")):
-        given = getattr(body, name)
-        if given is None or given == []:
+        sources_of = getattr(body, name)
+        if sources_of is None or sources_of == []:
             continue
         if serving.media is None:
             raise ApiError(400, f"{name} is not possible: the model is one of text", name)
-        for i, of_prompt in enumerate(_each(given, count, name) if several else [given]):
+        for i, of_prompt in enumerate(_each(sources_of, count, name) if several else [sources_of]):
             sources = of_prompt if isinstance(of_prompt, list) else [] if of_prompt is None else [of_prompt]
             for j, source in enumerate(sources):
                 where = f"{name}[{i}][{j}]" if several else f"{name}[{j}]"
@@ -119,9 +119,9 @@ async def prepare_generation(
     """
     prompts, several = prompts_of(body)
     prepare.check_logprobs(serving, body)
-    each = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
-    if len(each) != len(prompts):
-        message = f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one each"
+    settings = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
+    if len(settings) != len(prompts):
+        message = f"{len(settings)} sampling_params for {len(prompts)} prompts: give one, or one each"
         raise ApiError(400, message, "sampling_params")
     _each(body.rid, len(prompts), "rid")
     salts, prepared = _each(body.cache_salt, len(prompts), "cache_salt"), []
@@ -130,7 +130,7 @@ async def prepare_generation(
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
     media = media_of(serving, body, len(prompts), several)
-    for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+    for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
         sampling = sampling or native_schema.NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
         ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
@@ -139,10 +139,10 @@ async def prepare_generation(
             ids, placed = await serving.media.placed(ids, media[i], "text" if isinstance(prompt, str) else "input_ids")
         is_new = sampling.max_new_tokens != 0
         least = sampling.max_new_tokens if is_new else 1
-        most = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
+        room = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         logprob_ids = named[i] if body.return_logprob else None
-        params = prepare.sampling(sampling, most, sampling.sampling_seed, logprobs, logprob_ids)
+        params = prepare.sampling(sampling, room, sampling.sampling_seed, logprobs, logprob_ids)
         form = await prepare.compiled(serving, prepare.constraint(sampling))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
@@ -157,13 +157,13 @@ async def prepare_generation(
     return prepared, several
 
 
-def _each(given, count: int, name: str) -> list:
+def _each(value, count: int, name: str) -> list:
     """A field that may be given once, or once for each prompt, as a list."""
-    if not isinstance(given, list):
-        return [given] * count
-    if len(given) != count:
-        raise ApiError(400, f"{len(given)} {name} for {count} prompts: give one, or one each", name)
-    return given
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ApiError(400, f"{len(value)} {name} for {count} prompts: give one, or one each", name)
+    return value
 
 
 def names_of(body: native_schema.GenerateRequest, count: int) -> list[str]:
@@ -184,7 +184,7 @@ def numbered(names: list[str]) -> list[str]:
 
 
 def whole(requested: RequestedText) -> Part:
-    """All of a text so far."""
+    """The part with all of a text so far."""
     sequence = requested.sequence
     return Part(sequence.shown_text, sequence.token_ids, sequence.logprobs or [], sequence.request.prompt_entries)
 
@@ -203,7 +203,7 @@ def answer(
         serving: The model and its engine.
         body: The request.
         requested: The text, whose totals the answer has.
-        part: What it has of the text.
+        part: The part of the text that the answer has.
         began: When the request arrived, on `time.perf_counter`.
         ended: Why the text ended; None while it has not.
     """

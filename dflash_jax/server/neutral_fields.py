@@ -28,7 +28,7 @@ def _allowed(values: list) -> tuple:
 
 
 def _table(name: str) -> Table:
-    """A table of the file, with those that it names."""
+    """A table of the file, merged with the tables that it names."""
     own = dict(_TABLES[name])
     others, without = own.pop("+", ()), own.pop("-", ())
     merged = {field: values for other in others for field, values in _table(other).items() if field not in without}

@@ -1,4 +1,4 @@
-"""What is recorded of each request, in the log and in OpenTelemetry: ids, sampling parameters, counts and times."""
+"""Observers of requests, which log or trace ids, sampling parameters, counts and times."""
 
 import json
 import logging

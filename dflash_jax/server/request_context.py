@@ -1,4 +1,4 @@
-"""What an HTTP request carries from its arrival to its end, and how long it lives."""
+"""The context of an HTTP request, from its arrival to its end."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ _logged: set[str] = set()
 
 @dataclass(eq=False)
 class RequestContext:
-    """What an HTTP request carries.
+    """The context of an HTTP request.
 
     The application's gate makes it when the request arrives. Handlers see its attributes as ``http.state``, and code
     below them asks `current`.

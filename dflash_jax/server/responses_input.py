@@ -47,8 +47,8 @@ def as_messages(instructions: str | None, items: Sequence[responses_schema.Input
         if kind == "message":
             if item.role not in ("system", "developer", "user", "assistant"):
                 raise ApiError(400, f"{where}.role is {item.role!r}: it must be system, user or assistant", where)
-            given = item.content
-            content = parts_or_text(given, where) if isinstance(given, list) else given or ""
+            source = item.content
+            content = parts_or_text(source, where) if isinstance(source, list) else source or ""
             messages.append({"role": item.role, "content": content})
         elif kind == "function_call":
             function = {"name": _text(more, "name", where), "arguments": _text(more, "arguments", where)}
@@ -84,8 +84,8 @@ def _output(output: Any, where: str) -> str | list[chat_schema.Part]:
     if isinstance(output, str):
         return output
     try:
-        given = enumerate(output if isinstance(output, list) else ())
-        parts = [chat_schema.Part.model_validate(part).named(f"{where}[{i}]") for i, part in given]
+        items = enumerate(output if isinstance(output, list) else ())
+        parts = [chat_schema.Part.model_validate(part).named(f"{where}[{i}]") for i, part in items]
     except ValidationError:
         parts = []
     if not parts:

@@ -28,13 +28,13 @@ MOST_CHARACTERS = 64
 
 
 def wrong(field: str, reason: str, kind: Literal["wrong_field", "unknown_field"] = "wrong_field"):
-    """An error about a field, to be raised by a validator of the whole model."""
+    """An error about a field, which a validator of the whole model raises."""
     name = field[:MOST_CHARACTERS].encode("ascii", "backslashreplace").decode()
     return PydanticCustomError(kind, "{reason}", {"field": name, "reason": reason})
 
 
 def not_supported(field: str, known: Iterable[str]) -> PydanticCustomError:
-    """The error of a field that is not known, with the nearest that is."""
+    """The error of an unknown field, with the nearest known one."""
     hint = suggestion(field, known, otherwise="")
     return wrong(field, f"is not supported{hint and f': {hint}'}", "unknown_field")
 

@@ -196,16 +196,17 @@ class _Builder:
         return " ".join([*parts, self.expression(last, f"{where}.elements[{len(before)}]", ends, is_last)])
 
     def _or(self, node, where, ends, is_last) -> str:
-        each = enumerate(node["elements"])
-        return f"({' | '.join(self.expression(e, f'{where}.elements[{i}]', ends, is_last) for i, e in each)})"
+        places = [f"{where}.elements[{i}]" for i in range(len(node["elements"]))]
+        elements = zip(node["elements"], places, strict=True)
+        return f"({' | '.join(self.expression(element, place, ends, is_last) for element, place in elements)})"
 
     def _optional(self, node, where, ends, is_last) -> str:
         return self._ended(f"({self.expression(node['content'], f'{where}.content', (), False)})?", ends)
 
     def _tag(self, node, where, ends, is_last) -> str:
-        return f"{self._quoted(node['begin'])} {self._behind_begin(node, where, ends, is_last)}"
+        return f"{self._quoted(node['begin'])} {self._after_begin(node, where, ends, is_last)}"
 
-    def _behind_begin(self, node, where, ends, is_last) -> str:
+    def _after_begin(self, node, where, ends, is_last) -> str:
         """A tag without its beginning."""
         tag_ends = _texts(node["end"], f"{where}.end")
         content = self.expression(node["content"], f"{where}.content", tag_ends, is_last and not ends)
@@ -230,11 +231,11 @@ class _Builder:
             shortest = min(matching, key=len)
             # Only the last format may be free text without an end.
             last = is_last and stops and not ends
-            content = self._behind_begin(tag, place, (), last)
+            content = self._after_begin(tag, place, (), last)
             rests.setdefault(shortest, []).append(f"{self._quoted(tag['begin'].removeprefix(shortest))} {content}")
             at_once.append(f"{self._quoted(tag['begin'])} {content}")
-        each = [f"{self._up_to(trigger)} ({' | '.join(rest)})" for trigger, rest in rests.items()]
-        later, first = f"({' | '.join(each)})", f"({' | '.join(at_once)})"
+        alternatives = [f"{self._up_to(trigger)} ({' | '.join(rest)})" for trigger, rest in rests.items()]
+        later, first = f"({' | '.join(alternatives)})", f"({' | '.join(at_once)})"
         if stops:
             one = self._ended(first if node.get("at_least_one") else later, ends)
             return one if node.get("at_least_one") else f"({one} | {self._free(where, ends, is_last)})"
@@ -242,7 +243,7 @@ class _Builder:
         return f"{first} {more}" if node.get("at_least_one") else more
 
     def _tags_with_separator(self, node, where, ends, is_last) -> str:
-        each = [self._tag(tag, place, (), False) for tag, place in self._tags(node, where)]
-        one = self._rule(" | ".join(each))
+        tags = [self._tag(tag, place, (), False) for tag, place in self._tags(node, where)]
+        one = self._rule(" | ".join(tags))
         several = one if node.get("stop_after_first") else f"{one} ({self._quoted(node['separator'])} {one})*"
         return self._ended(several if node.get("at_least_one") else f"({several})?", ends)

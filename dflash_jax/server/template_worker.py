@@ -45,8 +45,8 @@ def _render(render, frames: Frames) -> None:
         try:
             texts, _ = render(conversations=[request["messages"]], **request["arguments"])
             text = texts[0].encode("utf-8", "surrogatepass")
-            most = request["characters"]
-            refusal = None if len(texts[0]) <= most else f"it writes more than {most} characters"
+            characters = request["characters"]
+            refusal = None if len(texts[0]) <= characters else f"it writes more than {characters} characters"
         except (*REFUSALS, MemoryError) as e:
             refusal = "it needs too much memory" if isinstance(e, MemoryError) else reason(e)
         if refusal is None:

@@ -104,7 +104,7 @@ class Templates:
         return answer[1:].decode("utf-8", "surrogatepass")
 
     async def _answer(self, request: bytes, is_default: bool) -> bytes:
-        """A process' answer. The process is ended where the caller is cancelled."""
+        """Asks a process, which is ended where the caller is cancelled."""
         process, is_reusable = None, False
         try:
             process = await self._process(is_default)
@@ -113,8 +113,8 @@ class Templates:
             return answer
         except (EOFError, OSError):
             limits = self.limits
-            most = f"{limits.seconds} s of processor time or {limits.memory_bytes >> 20} MiB"
-            raise InputError(f"the chat template needs more than {most}") from None
+            bounds = f"{limits.seconds} s of processor time or {limits.memory_bytes >> 20} MiB"
+            raise InputError(f"the chat template needs more than {bounds}") from None
         finally:
             if process is not None:
                 if is_reusable:

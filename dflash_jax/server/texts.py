@@ -1,7 +1,7 @@
 """Tokenisation on threads beside the event loop.
 
 Text that is too long is refused before it is tokenised. Long texts have their own thread, so that short ones do not
-wait behind them.
+wait for them.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.errors import ApiError, ClientGoneError, TooLongError
 
-# Characters or token ids from which on a prompt is long.
+# Least number of characters or token ids of a long prompt.
 LONG = 2**16
 # Characters that are tokenised at a time where a text is probably too long.
 PIECE = 2**16
@@ -104,14 +104,14 @@ class Texts:
         finally:
             gone.set()
 
-    def _check_length(self, given: str | Sequence[int], field: str) -> None:
-        if not isinstance(given, str):
-            if len(given) > self._capacity:
-                raise TooLongError(f"{len(given)} tokens do not fit: at most {self._capacity} tokens do", field)
+    def _check_length(self, prompt: str | Sequence[int], field: str) -> None:
+        if not isinstance(prompt, str):
+            if len(prompt) > self._capacity:
+                raise TooLongError(f"{len(prompt)} tokens do not fit: at most {self._capacity} tokens do", field)
         elif self._tokenizer is not None and (longest := self._tokenizer.longest_token) is not None:
-            most = longest * self._capacity
-            if len(given) > most:
-                message = f"{len(given)} characters do not fit: at most {self._capacity} tokens do, {most} characters"
+            limit = longest * self._capacity
+            if len(prompt) > limit:
+                message = f"{len(prompt)} characters do not fit: at most {self._capacity} tokens do, {limit} characters"
                 raise TooLongError(message, field)
 
     @property
@@ -119,23 +119,23 @@ class Texts:
         """Most characters of a text that is truncated later."""
         return max(CUT, FULL * self._capacity)
 
-    def _check_cut(self, given: str | Sequence[int], field: str) -> None:
-        most = self.most_cut
-        if isinstance(given, str) and len(given) > most:
-            raise ApiError(400, f"{len(given)} characters, to be truncated: at most {most} are possible", field)
+    def _check_cut(self, prompt: str | Sequence[int], field: str) -> None:
+        limit = self.most_cut
+        if isinstance(prompt, str) and len(prompt) > limit:
+            raise ApiError(400, f"{len(prompt)} characters, to be truncated: at most {limit} are possible", field)
 
-    def _check_pieces(self, given: str | Sequence[int], field: str, gone: threading.Event) -> None:
+    def _check_pieces(self, prompt: str | Sequence[int], field: str, gone: threading.Event) -> None:
         """Refuses a text that is probably too long without tokenising all of it.
 
         Tokens are counted piece by piece. The cuts change few tokens, so the count is far from double the real one.
         """
         tokenizer = self._tokenizer
-        if tokenizer is None or not isinstance(given, str) or len(given) <= max(LONG, FULL * self._capacity):
+        if tokenizer is None or not isinstance(prompt, str) or len(prompt) <= max(LONG, FULL * self._capacity):
             return
         count = 0
-        for at in range(0, len(given), PIECE):
+        for at in range(0, len(prompt), PIECE):
             if gone.is_set():
                 return
-            count += len(tokenizer.encode_plain(given[at : at + PIECE]))
+            count += len(tokenizer.encode_plain(prompt[at : at + PIECE]))
             if count > 2 * self._capacity:
                 raise TooLongError(f"more than {count} tokens do not fit: at most {self._capacity} tokens do", field)

@@ -14,7 +14,7 @@ from pydantic import WrapValidator
 
 from dflash_jax.server.schema_base import Items, TokenId
 
-# Bytes of a body from which on its numbers are parsed by themselves.
+# Least bytes of a body whose numbers are parsed separately.
 LONG_BODY = 2**17
 # Bytes that are searched for numbers, or parsed, in one step.
 STEP_BYTES = 2**16
@@ -51,16 +51,16 @@ async def parse(body: bytes, parse_rest: Callable[[bytes], Any]) -> Any:
         runs[name], at = await _numbers(body, start, end), end
     if not runs:
         return parse_rest(body)
-    # A list around the value, so that the value itself can be replaced.
+    # The value stands in a list, so that it can be replaced itself.
     whole = [parse_rest(b"".join([*rest, body[at:]]))]
     waiting: list[Any] = [whole]
     while waiting:
         value = waiting.pop()
-        for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if isinstance(each, list) and any(isinstance(part, str) and part in runs for part in each):
-                each = value[key] = await _joined(each, runs)
-            if isinstance(each, dict) or (isinstance(each, list) and not isinstance(each, WholeNumbers)):
-                waiting.append(each)
+        for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if isinstance(child, list) and any(isinstance(part, str) and part in runs for part in child):
+                child = value[key] = await _joined(child, runs)
+            if isinstance(child, dict) or (isinstance(child, list) and not isinstance(child, WholeNumbers)):
+                waiting.append(child)
     return whole[0]
 
 
@@ -99,11 +99,11 @@ async def _numbers(body: bytes, start: int, end: int) -> list[int]:
 async def _joined(values: list, runs: Mapping[str, list[int]]) -> list:
     """A list with its runs of numbers in place of their names."""
     joined, is_whole = cast("list[Any]", WholeNumbers()), True
-    for each in values:
-        if isinstance(each, str) and each in runs:
-            joined += runs[each]
+    for value in values:
+        if isinstance(value, str) and value in runs:
+            joined += runs[value]
             await asyncio.sleep(0)
         else:
-            joined.append(each)
-            is_whole = is_whole and type(each) is int and each >= 0
+            joined.append(value)
+            is_whole = is_whole and type(value) is int and value >= 0
     return joined if is_whole else list(joined)

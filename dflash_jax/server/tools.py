@@ -158,14 +158,14 @@ class ToolParser:
         self.count = 0
         self._state, self._buffer, self._raw = "content", "", ""
         self._value = _JsonValue()
-        self._name, self._parameters, self._is_behind_call = "", 0, False
+        self._name, self._parameters, self._is_after_call = "", 0, False
         # Length of the buffer's beginning that has no end of a call or of an XML parameter.
         self._searched = 0
         # Whether there was content other than whitespace.
         self._has_content = False
 
     @property
-    def is_behind_call(self) -> bool:
+    def is_after_call(self) -> bool:
         """Whether a call has ended and no other has begun."""
         return self.count > 0 and self._state == "content"
 
@@ -193,10 +193,10 @@ class ToolParser:
         return getattr(self, f"_in_{self._state}")(out)
 
     def _in_content(self, out: Parsed) -> bool:
-        if self._is_behind_call:
+        if self._is_after_call:
             # Blank lines after a call are not content.
             self._buffer = self._buffer.lstrip("\n")
-            self._is_behind_call = not self._buffer
+            self._is_after_call = not self._buffer
         before, start, rest = self._buffer.partition(START)
         if start:
             # Blank lines before a call are not content.
@@ -291,7 +291,7 @@ class ToolParser:
         _, end, rest = self._buffer.partition(END)
         if not end:
             return False
-        self._buffer, self._state, self._is_behind_call = rest, "content", True
+        self._buffer, self._state, self._is_after_call = rest, "content", True
         return True
 
     def _begin(self, out: Parsed, name: str) -> None:
@@ -357,4 +357,4 @@ class FirstCall:
     def __call__(self, text: str) -> bool:
         """Whether the sequence ends after ``text``, the next part of it."""
         self._tools.push(self._splitter.push(text)[1])
-        return self._tools.is_behind_call
+        return self._tools.is_after_call

@@ -161,7 +161,7 @@ def regenerate(config: TrainConfig, llm: LLM | RemoteTarget, path: Path, tell: C
     """Writes a line for each answer into ``path``, and continues where an earlier call with the same settings stopped.
 
     A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages and tools.
-    Behind a call of the data that a tool answers, the conversation goes on with that call. Images and
+    After a call of the data that a tool answers, the conversation goes on with that call. Images and
     videos stay as the data names them: media_directory is where their paths begin, seen from the file of answers, and
     prompt_ids has one pad for each.
 

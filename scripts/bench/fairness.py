@@ -54,7 +54,7 @@ def serving(options: list[str], log: Path):
 
 
 async def first_token(client, rng: random.Random, length: int, new: int = NEW, **more) -> float:
-    """Seconds to the first token of a stream behind a random prompt of ``length`` tokens, which is read to its end."""
+    """Seconds to the first token of a stream after a random prompt of ``length`` tokens, which is read to its end."""
     prompt = [rng.randrange(10, VOCAB) for _ in range(length)]
     body = {"prompt": prompt, "max_tokens": new, "ignore_eos": True, "temperature": 0, "stream": True} | more
     began, first = time.perf_counter(), None
@@ -94,15 +94,15 @@ async def measure(url: str, long: int, repeats: int, streams: int) -> dict[str, 
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
         times["short, alone"] = [await first_token(client, rng, SHORT) for _ in range(10 * repeats)]
         times[f"{long:,} tokens, alone"] = [await first_token(client, rng, long) for _ in range(repeats)]
-        beside, behind = [], []
+        short_waits, long_waits = [], []
         for _ in range(repeats):
             task = asyncio.create_task(first_token(client, rng, long))
             await asyncio.sleep(0.05)
             while not task.done():
-                beside.append(await first_token(client, rng, SHORT))
-            behind.append(await task)
-        times[f"short, one after the other, beside {long:,} tokens"] = beside
-        times[f"{long:,} tokens, beside those"] = behind
+                short_waits.append(await first_token(client, rng, SHORT))
+            long_waits.append(await task)
+        times[f"short, one after the other, beside {long:,} tokens"] = short_waits
+        times[f"{long:,} tokens, beside those"] = long_waits
         async with short_requests(client, rng) as short:
             del short[:]
             times[f"{long:,} tokens, beside {CLIENTS} clients with short requests"] = [
@@ -133,7 +133,7 @@ def main() -> int:
     p.add_argument("--repeats", type=int, default=5, metavar="N", help="long prompts a case (default: %(default)s)")
     p.add_argument("--streams", type=int, default=300, metavar="N", help="opened at once (default: %(default)s)")
     p.add_argument("--out", type=Path, metavar="FILE", help="writes the figures as JSON, too")
-    p.add_argument("options", nargs="*", metavar="OPTION", help="options of dflash serve, behind --")
+    p.add_argument("options", nargs="*", metavar="OPTION", help="options of dflash serve, after --")
     args = p.parse_args()
     if find_spec("httpx") is None:
         p.error('this needs the extra server: pip install "dflash-jax[server]"')

@@ -2,7 +2,7 @@
 
     python scripts/bench/plot_training.py RUN [RUN ...] --out curves.png
 
-Several runs are shown one behind the other, as parts of one training. Needs the extra plot: pip install
+Several runs are shown one after another, as parts of one training. Needs the extra plot: pip install
 "dflash-jax[plot]".
 """
 

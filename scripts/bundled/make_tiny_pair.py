@@ -451,8 +451,8 @@ def stage_long_drafter(args) -> None:
 def losses_by_position(model: Decoder, rows: np.ndarray) -> list[dict]:
     """Held-out loss, in nats a token, by position in the rows [N, T + 1].
 
-    Half of the tokens are also told behind at most `SHORT_ROW` tokens of context and at least half as many: what the
-    loss is if the model is given no more.
+    The loss of half of the tokens is also given after at most `SHORT_ROW` tokens of context and at least half as many:
+    what the loss is if the model has no more.
     """
     losses = jax.jit(token_losses)
     long = np.stack([np.asarray(losses(model, row[None])[0]) for row in rows])

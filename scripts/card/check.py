@@ -129,7 +129,7 @@ class Worker:
         self.lines.put(None)
 
     def line(self, seconds: float) -> dict | None:
-        """The next one; None behind the last. Raises queue.Empty where none came in time."""
+        """The next line; None after the last. Raises queue.Empty where none came in time."""
         text = self.lines.get(timeout=max(seconds, 0))
         return None if text is None else json.loads(text)
 

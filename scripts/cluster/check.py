@@ -277,7 +277,7 @@ def load_of(args) -> tuple[int, int, Request]:
 
 
 def are_right(rows: list[list]) -> bool:
-    """Whether no answer of a table of `ANSWERS` behind one column is lost, too long or changed."""
+    """Whether no answer of a table of `ANSWERS`, after its first column, is lost, too long or changed."""
     return not any(value for row in rows for value in row[2:5])
 
 
@@ -521,12 +521,12 @@ def main() -> int:
     p.add_argument("--seeds", type=int, default=5, help="of kill")
     text = f"of kill (default: {', '.join(PARTS)})"
     p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=text)
-    p.add_argument("--versions", type=int, default=2, help="of update, behind the first one")
+    p.add_argument("--versions", type=int, default=2, help="of update, after the first one")
     p.add_argument("--rounds", type=int, default=2, help="of scale")
     p.add_argument("--turns", type=int, default=6, help="of throughput")
     p.add_argument("--new-tokens", type=int, help="of the longest answers (default: 200; of throughput: 128)")
     p.add_argument("--out", type=Path, help="write the report here too")
-    p.epilog = "Words behind -- are further words of dflash cluster."
+    p.epilog = "Words after -- are further words of dflash cluster."
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = p.parse_args(sys.argv[1:at], argparse.Namespace(words=sys.argv[at + 1 :]))
     args.new_tokens = args.new_tokens or (128 if args.what == "throughput" else 200)

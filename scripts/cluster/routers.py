@@ -3,7 +3,7 @@
     python scripts/cluster/routers.py -- smg launch --host 127.0.0.1 --port {port} --prometheus-port {other_port} \\
         --worker-urls {urls}
 
-Words behind -- start the router; {port}, {other_port} and {urls} stand for its port, another free port and the
+Words after -- start the router; {port}, {other_port} and {urls} stand for its port, another free port and the
 addresses of the servers. Starts two of `dflash serve` with the bundled pair, and prints a table of what came through.
 With --kill one of the servers gets SIGKILL while it answers, and the table says how the answers under way end.
 """
@@ -213,7 +213,7 @@ def ended(http: "httpx.Client", body: dict, has_begun: threading.Semaphore) -> t
 
 
 def under_way(routed: "httpx.Client", direct: "httpx.Client", server: ServerProcess, count: int) -> list[str]:
-    """Rows of the table: ``count`` streams and as many other answers while a server is killed, then as many behind it.
+    """Rows of the table: ``count`` streams and as many other answers while a server is killed, then as many after it.
 
     Args:
         routed: A client of the router.
@@ -237,7 +237,7 @@ def under_way(routed: "httpx.Client", direct: "httpx.Client", server: ServerProc
         ends[body["stream"]]["whole, another text" if is_changed else end] += 1
     short = [body | {"max_tokens": 4, "stream": False} for body in bodies[:count]]
     after = Counter(ended(routed, body, ignored)[0] for body in short)
-    named = {"streams under way": ends[True], "other answers under way": ends[False], "requests behind it": after}
+    named = {"streams under way": ends[True], "other answers under way": ends[False], "requests after it": after}
     return [f"| {name} | {', '.join(f'{n} {end}' for end, n in each.most_common())} |" for name, each in named.items()]
 
 
@@ -251,7 +251,7 @@ def main() -> int:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, command = p.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if not command:
-        p.error("behind -- there must be the router's command")
+        p.error("after -- there must be the router's command")
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(ServerProcess.of("serve", WORDS)) for _ in range(2)]
         for server in servers:

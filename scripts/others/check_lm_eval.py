@@ -56,7 +56,7 @@ metric_list: [{{metric: exact_match}}]
 
 
 def documents(llm: LLM) -> list[dict]:
-    """Prompts behind which a choice is one token, with the likeliest token, another one, and the greedy text."""
+    """Prompts after which a choice is one token, with the likeliest token, another one, and the greedy text."""
     assert llm.tokenizer is not None
     found = []
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=5)

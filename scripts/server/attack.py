@@ -256,7 +256,7 @@ async def half_sent(target: Target) -> str:
 
 
 async def left_streams(target: Target, **more) -> str:
-    """300 clients, 4 at a time so that slots are left, who leave behind the first bytes of a stream."""
+    """300 clients, 4 at a time so that slots are left, who leave after the first bytes of a stream."""
     room = asyncio.Semaphore(4)
 
     async def one(client: "httpx.AsyncClient", i: int) -> str:
@@ -515,7 +515,7 @@ def machine() -> str:
 def measure(url: str, pid: int | None, only: list[str]) -> tuple[list[list[str]], bool]:
     """(rows of the table, whether all waits were short)."""
     capacity = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
-    # What is compiled behind delays the stream of the run without attacks, too.
+    # What is compiled after the start delays the stream of the run without attacks, too.
     while (info := httpx.get(f"{url}/server_info").json()["warm_up"])["compiled"] < info["total"]:
         time.sleep(1)
     target, monitor, memory = Target(url, capacity), Monitor(url), Memory(pid)

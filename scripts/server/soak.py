@@ -72,7 +72,7 @@ async def run(args) -> bool:
     rng, wrong, errors, aborted, sizes = random.Random(0), 0, 0, 0, []
     limits = httpx.Limits(max_connections=args.concurrency)
     async with httpx.AsyncClient(base_url=args.url, timeout=None, limits=limits) as client:
-        # What is compiled behind takes memory, too.
+        # What is compiled after the start takes memory, too.
         while (info := (await client.get("/server_info")).json()["warm_up"])["compiled"] < info["total"]:
             await asyncio.sleep(1)
         expected = {}

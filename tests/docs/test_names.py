@@ -8,7 +8,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT
 
 PATH = re.compile(r"\b(?:scripts|tests|configs|benchmarks|convert|examples|docs|dflash_jax|tools)/[\w./-]*\w")
-MODULE = re.compile(r"\b(?:dflash_jax|tools)(?:\.\w+)+")
+MODULE = re.compile(r"(?<![\w/])(?:dflash_jax|tools)(?:\.\w+)+")
 
 
 def text_of(page) -> str:

@@ -1,4 +1,4 @@
-"""Every kernel as three systems launch it: recorded without a card, built and launched on one.
+"""All kernel launches of three systems: recorded without a card, built and launched on one.
 
     python -m tools.card.build CAPABILITY SHARED_MEMORY
 
@@ -30,7 +30,7 @@ def record(capability: int, shared_memory: int) -> None:
 
 
 def recorded(capability: int, shared_memory: int) -> list[dict]:
-    """What `record` prints in another process: this one's JAX has a card."""
+    """The lines that `record` prints in another process, since the JAX of this one has a card."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tools.card.build", str(capability), str(shared_memory)]
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -38,7 +38,7 @@ def recorded(capability: int, shared_memory: int) -> list[dict]:
 
 
 def launched(launch: dict) -> dict:
-    """Builds a launch and runs it, over zeros: every index is then one that there is."""
+    """Builds a launch and runs it over zeros, so that every index is in range."""
     import jax
     import jax.numpy as jnp
 
@@ -62,7 +62,7 @@ def launched(launch: dict) -> dict:
 
 
 def compiled(launch: dict, capability: int) -> dict:
-    """Builds a launch for a card that is not there, and holds what it takes to the card's limits."""
+    """Builds a launch for an absent card, and holds what it takes to the card's limits."""
     from tools import compile_kernels
 
     figures = compile_kernels.compiled(launch, capability)
@@ -71,7 +71,7 @@ def compiled(launch: dict, capability: int) -> dict:
 
 
 def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """On a card, built and launched; without one, built for Hopper."""
+    """The cases: launches that are built and run on a card, or built for Hopper without one."""
     import jax
 
     from dflash_jax.ops.card import HOPPER, Card

@@ -24,12 +24,12 @@ NOTES = {
     "other numbers to as many as evenly used routers choose.",
 }
 STATUSES = ("exact", "measured", "failed", "timed out", "skipped", "not run")
-# More of them say nothing new on a page; report.json has them all.
+# Cases of a page's last table at most; report.json has all.
 SHOWN = 30
 
 
 def summary(stage: dict) -> str:
-    """Such as "finished: 12 exact, 1 failed"."""
+    """The outcome of a stage, such as "finished: 12 exact, 1 failed"."""
     counts = Counter(case["status"] for case in stage["cases"].values())
     text = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     if stage["state"] == "not finished":
@@ -50,7 +50,7 @@ def figures(case: dict) -> str:
 
 
 def table(cases: dict[str, dict]) -> list[str]:
-    """A line a case."""
+    """A table with a line for each case."""
     lines = ["| case | result | |", "|---|---|---|"]
     return lines + [
         f"| {cell(name)} | {case['status']} | {cell(case.get('why') or figures(case))} |"
@@ -59,7 +59,7 @@ def table(cases: dict[str, dict]) -> list[str]:
 
 
 def farthest(cases: dict[str, dict]) -> list[str]:
-    """By operation and dtype: how many cases, and the farthest from the definition, as a share of what is allowed."""
+    """The cases of each operation and dtype: their number, and the largest distance as a share of the allowed one."""
     groups: dict[str, list[dict]] = {}
     for name, case in cases.items():
         if case["status"] == "exact":
@@ -86,7 +86,7 @@ def ruler(cases: dict[str, dict]) -> list[str]:
 
 
 def page(record: dict) -> str:
-    """Markdown, with measured things only."""
+    """The page in Markdown, with measured things only."""
     stages, about = record["stages"], record["about"]
     described = stages.get("machine", {}).get("cases", {}).get("device and versions", {})
     lines = ["# A check on a card" if about["platform"] == "cuda" else "# A check without a card, interpreted", ""]

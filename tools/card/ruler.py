@@ -1,6 +1,6 @@
 """The ruler, `scripts/bench/decode.py`, point by point, in order of worth; for `scripts/card/check.py`.
 
-A process for each point, so that each is measured or not. This one holds no device.
+Each point is measured in a process of its own, so that a failure costs one point. This process holds no device.
 """
 
 import json
@@ -20,20 +20,20 @@ POINTS = (
     (None, 32, 16, 2048), (None, 32, 1, 2048), (None, 8, 16, 2048), (None, 1, 16, 16384), (None, 32, 8, 16384),
     ("fp8", 32, 16, 2048), ("fp8", 32, 1, 2048), (None, 16, 16, 2048), (None, 8, 1, 2048), ("fp8", 8, 16, 2048),
 )  # fmt: skip
-# What a router that uses 256 experts evenly sends 16 tokens to.
+# Experts to which a router that uses 256 experts evenly sends 16 tokens.
 EXPERTS, TOKENS = 102, 16
 SHOWN = ("round_ms", "draft_ms", "verify_ms", "commit_ms", "floor_ms", "of_floor", "experts_touched", "prefill_ms")
 
 
 def point(quantize: str | None, batch: int, block_size: int, context: int) -> list[str]:
-    """Options of the ruler."""
+    """The ruler's options for a point."""
     experts = str(EXPERTS) if batch * block_size == TOKENS else "even"
     options = ["--config", CONFIG, "--points", f"{batch},{block_size},{context}", "--experts", experts]
     return options + (["--quantize", quantize] if quantize else [])
 
 
 def measured(options: list[str], point: str, out: Path) -> dict:
-    """The figures of ``point`` in ``out``'s record, once the ruler has run; and what its trace named."""
+    """Runs the ruler, and returns the figures of ``point`` in ``out``'s record and the names of its trace."""
     command = [sys.executable, str(RULER), *options, "--out", str(out)]
     # Of JAX's usual three quarters of a card, the weights in bfloat16 are too many for one of 80 GB.
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_CLIENT_MEM_FRACTION": ""}

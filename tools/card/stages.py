@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 Cases = Iterator[tuple[str, Callable[[], dict]]]
-# What the stages import; on a CPU Triton's interpreter takes torch's tensors.
+# Packages that the stages import; on a CPU Triton's interpreter takes torch's tensors.
 NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "triton")
 NEEDED_BY = {"cuda": ("jax-triton",), "cpu": ("torch",)}
 CARD = "name,driver_version,memory.total,compute_cap,power.limit"
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw"
 
 
-# Why a case has no result, or failed, that found too little memory.
+# The reason of a case that failed or was skipped for lack of memory.
 NO_ROOM = "the card has no room for it"
 
 
@@ -39,7 +39,7 @@ class NotRunError(Exception):
 
 
 def smi(fields: str) -> dict:
-    """{field: value} of the first card, as nvidia-smi says."""
+    """{field: value} of the first card, from nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         raise NotRunError("nvidia-smi is not there")
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
@@ -132,7 +132,7 @@ def kernels(args) -> Cases:
 
 
 def large(args) -> Cases:
-    """Kernels on arrays of more than 2³¹ elements, and under NVIDIA's compute-sanitizer."""
+    """Checks kernels on arrays of more than 2³¹ elements, and under NVIDIA's compute-sanitizer."""
     from tools.kernels import large as kernel_large
 
     on_card = args.platform == "cuda"
@@ -147,11 +147,11 @@ def _needs_a_card() -> dict:
 
 
 def _sanitized(tool: str) -> dict:
-    """The stage `sanitizer` under NVIDIA's compute-sanitizer, each array an allocation of its own."""
+    """Runs the stage `sanitizer` under NVIDIA's compute-sanitizer, where each array is an allocation of its own."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.access(program, os.X_OK):
         raise NotRunError("compute-sanitizer is not installed")
-    # JAX asks the driver for what some have not, such as attributes, and goes on: no error of a kernel.
+    # JAX asks the driver for attributes that some drivers lack, and goes on: that is no error of a kernel.
     command = [program, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     command += [sys.executable, "-m", __spec__.name, "sanitizer", "--platform", "cuda"]
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -165,7 +165,7 @@ def _sanitized(tool: str) -> dict:
 
 
 def sanitizer(args) -> Cases:
-    """Kernels alone, at small sizes: one token and several, one row and several, few tokens and many."""
+    """Runs kernels alone, at small sizes: one token and several, one row and several, few tokens and many."""
     from tools.kernels import cases as kernel_cases
     from tools.kernels.comparisons import SMALL
 
@@ -198,7 +198,7 @@ STAGES = {f.__name__: f for f in (machine, build, kernels, tokens, large, ruler,
 
 
 def has_no_room(said: str) -> bool:
-    """Of an error's text: XLA gives RESOURCE_EXHAUSTED also for a kernel with too many registers."""
+    """Whether an error is a lack of memory: XLA also gives RESOURCE_EXHAUSTED for too many registers of a kernel."""
     return (
         "ptxas" not in said
         and re.search(r"out of memory|\ballocat(e|ing)\b.*(\bbytes|\dB|iB)\b", said, re.I) is not None
@@ -228,7 +228,7 @@ def result(check: Callable[[], dict], stage: str) -> tuple[dict, bool]:
 
 
 def run(args, say: Callable[[dict], None], done: set[str], share: tuple[int, int]) -> int:
-    """Runs the cases of a stage that are not ``done``, and passes each result to ``say``: the exit code.
+    """Runs the cases of a stage that are not ``done``, and passes each result to ``say``; returns the exit code.
 
     ``share``, (i, n): each n-th case from i on.
     """
@@ -264,7 +264,7 @@ def main() -> int:
     p.add_argument("--platform", choices=["cpu", "cuda"], required=True)
     p.add_argument("--out", help="where the ruler's files go")
     args = p.parse_args()
-    # What libraries print is not part of the answers.
+    # Output of libraries is not part of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     asked = json.loads(sys.stdin.readline())

@@ -26,7 +26,7 @@ class Plan:
         lengths: Lengths of the prompts that are continued alone.
         together: Number of prompts, of these lengths in turn, that are continued together.
         new: Tokens by which each is continued.
-        wide: Tokens of a round.
+        wide: The block size.
         capacity: Positions of a slot.
         prefill_sizes: Tokens of a prompt that a program takes.
     """
@@ -51,7 +51,7 @@ class Runs:
         self.shapes = token_runs.real_heads(512) if on_card else token_runs.small()
 
     def backend(self, on: bool) -> Backend:
-        """With kernels or with none."""
+        """The backend, with kernels or without."""
         if not self.on_card:
             return INTERPRETED_BACKEND if on else Backend.xla()
         backend = Backend.detect("auto" if on else "xla")

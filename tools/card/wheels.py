@@ -8,17 +8,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-# For one wheel.
+# Seconds to install one wheel.
 PIP_S = 120
-# What pip says of a wheel that is not for this Python or machine.
+# Messages of pip about a wheel that is not for this Python or machine.
 UNSUITABLE = ("not a supported wheel", "No matching distribution found")
 
 
 def install(wheels: Path) -> tuple[str, dict[str, str]]:
-    """Wheels of a folder in a directory of their own, once for all commands.
+    """Installs the wheels of a folder into a directory of their own, once for all commands.
 
     Returns:
-        The directory, and by name the last that pip says of those that it did not install.
+        The directory, and pip's last message for each wheel that it did not install, by name.
 
     Raises:
         ValueError: There are no wheels, or no pip.
@@ -45,7 +45,7 @@ def install(wheels: Path) -> tuple[str, dict[str, str]]:
         if pip.returncode:
             refused[name] = (pip.stderr.strip().splitlines() or [f"pip ended with code {pip.returncode}"])[-1][:300]
     target.mkdir(exist_ok=True)
-    # Anything else may go well the next time.
+    # Any other failure may succeed the next time.
     if all(any(text in why for text in UNSUITABLE) for why in refused.values()):
         known.write_text(json.dumps(refused))
     return str(target), refused

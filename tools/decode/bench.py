@@ -1,4 +1,4 @@
-"""Measures a round's parts, each in a loop on the device, beside the bytes that they cannot but move."""
+"""Measures a round's parts, each in a loop on the device, beside the bytes that they must move."""
 
 import math
 import statistics
@@ -74,13 +74,13 @@ def choices(target, drafter, state, slots, block):
         return weights, chosen
 
     def spy_on_cpp(x, logits, live, gate_up, down, top, *args):
-        # It chooses inside.
+        # The kernel chooses experts itself.
         seen.append(jax.lax.top_k(logits, top)[1])
         return in_cpp(x, logits, live, gate_up, down, top, *args)
 
     moe.route, cpu.mixture = spy, spy_on_cpp
     try:
-        # Within a kernel there is nothing to see.
+        # Choices inside a kernel cannot be seen.
         plain = with_backend(target, Backend.xla(target.backend.platform, target.backend.card))
         speculative.verify(plain, take_slots(plain.backend, state, slots), block)
     finally:
@@ -149,13 +149,13 @@ def head(target, drafter, state, moved, hidden):
 
 
 def draw(target, drafter, state, moved, slots, block, logits):
-    """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
+    """The part of a round between logits and caches: draws, accepts, and writes tokens into the rows."""
     after = speculative.decide(take_slots(target.backend, state, slots), block, logits + moved)
     return after.tokens, after.length, after.done
 
 
 def commits(target, drafter, state, slots, block_sizes, block, verified, *, drafting: bool):
-    """What was verified, written into the caches ROUNDS times: (state, lengths)."""
+    """Writes verified blocks into the caches ROUNDS times; returns (state, lengths)."""
     before = replace(take_slots(target.backend, state, slots), block_sizes=block_sizes)
     logits, features, record = verified
     after, drafter = speculative.decide(before, block, logits), drafter if drafting else None
@@ -193,7 +193,7 @@ class Bench:
         self.slot = measure_slot(pair.target, pair.drafter, self.layout)
 
     def state(self, point: Point):
-        """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
+        """Rows after ``context`` tokens, as far as time and memory can tell."""
         capacity = -(-(point.context + ROOM) // 256) * 256
         counts = pages_of_slots(self.programs, point.batch, capacity, PLAIN_SETTINGS, capacity - point.context)
         runner = ModelRunner(self.programs, point.batch, capacity, PLAIN_SETTINGS, counts)
@@ -208,11 +208,11 @@ class Bench:
         return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.block_size)
 
     def calls(self, point: Point, state, rounds: int = ROUNDS, programs: Programs | None = None) -> dict:
-        """By name, a function of a state that runs a part: (what to wait for, the next state)."""
+        """Functions that run a part of a round, by name: state → (array to wait for, next state)."""
         p, slots = programs or self.programs, np.arange(point.batch, dtype=np.int32)
         block_sizes, settings = np.full(point.batch, point.block_size, np.int32), Settings(point.block_size)
         plain = replace(settings, drafter=None)
-        # What a round verifies: each row's last token, and the drafts.
+        # The block that a round verifies: each row's last token, and the drafts.
         block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.block_size].copy()
         if point.block_size > 1:
             block = p.read(p.run(steps.propose, state, slots, block_sizes, settings=settings))
@@ -265,7 +265,7 @@ class Bench:
         return parts
 
     def verified(self, state, args: tuple, drafting: bool):
-        """In the shapes of what `verify` returns: drafts that are all wrong."""
+        """Arrays in the shapes that `verify` returns, in which all drafts are wrong."""
         p, static = self.programs, {"drafting": drafting}
         specs = p.specs(steps.verify, state, static)[1]
         lowered = p.lower(steps.verify, state, *args, **static)
@@ -353,7 +353,7 @@ class Bench:
 
 
 def timed(call, state, rewound) -> tuple:
-    """(median seconds of a call, the state behind): each waited for, after one that warms up."""
+    """(median seconds of a call, the state after it): each waited for, after one that warms up."""
     times = []
     while len(times) < 6 and sum(times) < 20:
         state = jax.block_until_ready(rewound(state))

@@ -1,4 +1,4 @@
-"""What `bench` measures: points of its grid, and a pair of real shapes that fits the card."""
+"""The points that `bench` measures, and a pair of real shapes that fits the card."""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_spec
 from dflash_jax.planner import Shapes, Slot, abstract_pair, measure_slot, read_shapes
 from tools.compile_report import shorten
 
-# Room behind the context for the rounds of all measurements.
+# Room after the context for the rounds of all measurements.
 ROOM = 1024
-# Of the memory that a backend gives.
+# Share of the backend's memory that a pair may use.
 USABLE = 0.92
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a measurement decodes; block size 1 is plain decoding.
+    """Work that a measurement decodes; block size 1 is plain decoding.
 
     Attributes:
         batch: Sequences.
@@ -107,7 +107,7 @@ def _leaf_program(shape: tuple[int, ...], dtype, constant: float | None, shardin
 
 
 def random_weights(module, mesh, seed: int):
-    """``module``, abstract, with weights."""
+    """An abstract ``module`` with random weights."""
     leaves, structure = jax.tree.flatten(module)
     each = zip(parameter_paths(module), leaves, parameter_specs(module), strict=True)
     weights = [
@@ -119,7 +119,7 @@ def random_weights(module, mesh, seed: int):
 
 @dataclass
 class Pair:
-    """What is measured, and what was cut or changed so that it fits."""
+    """A pair to measure, and what was cut or changed so that it fits."""
 
     name: str
     target: Decoder
@@ -179,7 +179,7 @@ def shapes_of(args) -> Shapes:
 
 
 def parameters(args) -> int:
-    """Of target and drafter."""
+    """Parameters of target and drafter."""
     pair = abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None, XLA)
     return sum(math.prod(x.shape) for x in jax.tree.leaves(pair))
 
@@ -195,7 +195,7 @@ def _fitting(args, points: list[Point]) -> tuple:
 
 
 def groups(args, points: list[Point]) -> list[list[Point]]:
-    """Points in their order, those together that one pair of models serves."""
+    """Points in their order, grouped by the pair of models that serves them."""
     if args.config is None:
         return [points] if points else []
     found: dict = {}
@@ -206,7 +206,7 @@ def groups(args, points: list[Point]) -> list[list[Point]]:
 
 
 def open_pair(args, points: list[Point]) -> Pair:
-    """What fits all of ``points``, which have one ``quantize``."""
+    """A pair that fits all of ``points``, which have one ``quantize``."""
     if args.config is None:
         from dflash_jax.frontend.llm import LLM
 

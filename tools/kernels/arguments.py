@@ -1,6 +1,6 @@
 """Arguments of kernels and of their references, over sizes and dtypes: for tests and for a check on a card.
 
-What a kernel must not read is NaN: what was never written, what is not kept, rows of a state that take no part.
+Elements that a kernel must not read are NaN: never written or not kept, or of rows of a state that take no part.
 Small arguments are computed by NumPy: JAX would compile a program for each operation and shape.
 """
 
@@ -64,7 +64,7 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
     """(q, k, v, cache, length, bounds) of `ops.attention.attention`.
 
     Contexts are empty, partly filled and full. The rows are those of a larger cache, of which the first is past the
-    end. What no token sees is NaN, and of pages that none sees there is no page.
+    end. Positions that no token sees are NaN, and pages without a visible position are absent.
     """
     q, k, v = (source.draw(rows, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     cache = _paged(source, rows + 1, kv_heads, dim, capacity, dtype)
@@ -126,7 +126,7 @@ def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=F
 
 
 def poisoned(state: DeltaState) -> DeltaState:
-    """With NaN in the rows that take no part."""
+    """A state with NaN in the rows that take no part."""
     assert state.rows is not None
     unused = np.setdiff1d(np.arange(len(state.recurrent)), np.minimum(state.rows, len(state.recurrent) - 1))
     return DeltaState(state.recurrent.at[unused].set(jnp.nan), state.conv_inputs.at[unused].set(jnp.nan), state.rows)
@@ -134,7 +134,7 @@ def poisoned(state: DeltaState) -> DeltaState:
 
 @jax.jit
 def spoilt(record: DeltaRecord, count) -> DeltaRecord:
-    """With NaN in all but the first ``count`` [B] tokens of a record."""
+    """A record with NaN in all but its first ``count`` [B] tokens."""
     left = jnp.arange(record.k.shape[1])[None] >= jnp.asarray(count)[:, None]
 
     def spoil(x):

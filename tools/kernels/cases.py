@@ -57,7 +57,7 @@ def check(comparison: Comparison, on_card: bool) -> dict:
 
     def definition(*args):
         expected = jax.jit(c.definition)(*args)
-        # Of a state, what it holds.
+        # The arrays of a state.
         return jax.tree.leaves(expected)[: -1 if c.in_place else None]
 
     plain, result = c.args if c.plain is None else c.plain, result[: -1 if c.in_place else None]
@@ -102,7 +102,7 @@ def same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 
 def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparison]]]:
-    """(name, what makes it), the likeliest to fail and the most used first."""
+    """(name, function that makes the comparison), the likeliest to fail and the most used first."""
 
     def named(function, rows, tokens, dtype, **options):
         text = ", ".join(k if v is True else f"{v} {k}" if isinstance(v, int) else v for k, v in options.items() if v)

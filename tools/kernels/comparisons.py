@@ -1,4 +1,4 @@
-"""Each operation that Triton kernels do, as a comparison: its arguments, the kernels and the definition."""
+"""A comparison for each operation of Triton kernels: its arguments, the kernels and the definition."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,19 +23,19 @@ BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of models whose parts are checked, and of what they are given.
+    """Sizes of models whose parts are checked, and of their arguments.
 
     Attributes:
         target: Query heads, key heads and size of a head of the target's attention.
-        draft: The drafter's.
+        draft: The same of the drafter's attention.
         delta: Key heads, value heads on each, sizes of keys and values.
-        experts: Their number, those of a token, features, hidden size.
+        experts: Number of experts, experts of a token, features, hidden size.
         vision: Heads of the vision tower, and their size.
         vocab: Outputs of the head.
         run: Inputs of a scale of an FP8 weight.
         context: Positions of a cache.
         batches: (rows, new tokens). The first are what decoding runs: a verified block, one token.
-        wide: How many of the batches float32 has.
+        wide: Number of batches, the first ones, that are checked in float32.
     """
 
     target: tuple[int, int, int]
@@ -74,11 +74,11 @@ class Comparison:
     """A kernel with its arguments and its definition.
 
     Attributes:
-        dtype: What is computed in.
-        kernel: Of ``args``.
-        definition: Of ``plain``.
+        dtype: Dtype of the computation.
+        kernel: A function of ``args``.
+        definition: A function of ``plain``.
         args: Arrays.
-        plain: The same, where the definition may read what the kernel must not; None: ``args``.
+        plain: The same arrays where the definition may read elements that the kernel must not; None: ``args``.
         permuted: (``args``, an order of the rows) → arguments in this order; None: rows have no order.
         in_place: The result is a state, which does not depend on the order of rows.
         to_the_bit: The result is copied, not computed.
@@ -138,7 +138,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
 
 
 def frames(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    """Attention within frames: of ``tokens`` patches each, and a last one of half as many."""
+    """Attention within frames of ``tokens`` patches each, and a last frame of half as many."""
     lengths = [*[tokens] * rows, -(-tokens // 2)]
     ends = np.cumsum(lengths)
     low, high = (jnp.asarray(np.repeat(x, lengths), jnp.int32) for x in (ends - lengths, ends))
@@ -159,7 +159,7 @@ def writing(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     """Writing of keys and values."""
     _, heads, dim = sizes.target
     cache, k, v, positions = arguments.written(source, rows, tokens, heads, dim, 64, dtype)
-    # Of each row another count is kept.
+    # Each row keeps another number of tokens.
     keep = jnp.arange(tokens) < jnp.asarray(np.arange(rows) % (tokens + 1))[:, None] + (rows == 1)
 
     def permuted(args, order):
@@ -193,7 +193,7 @@ def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
 
 
 def delta(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
-    """Few tokens by one kernel, many by those of chunks."""
+    """The delta rule: few tokens by one kernel, many by the kernels of chunks."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype, alike=alike)
     definition = partial(gated_delta.reference, XLA, eps=1e-6)
     name = "triton, chunks" if tokens > 16 else "triton, one chunk"
@@ -208,7 +208,7 @@ def delta(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
 
 
 def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    """Many tokens of which some count, and the state after these."""
+    """The delta rule over many tokens of which some count, and the state after these."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     n = jnp.asarray(np.resize([tokens, 2 * tokens // 3, 1, 0], rows), jnp.int32)
 
@@ -255,7 +255,7 @@ def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None) -> Comparison:
-    """Several weights of one input: with a norm before them, through a gate, or with a residual behind."""
+    """Products of one input with several weights: after a norm, through a gate, or with a residual."""
     hidden = sizes.experts[3]
     heads, kv_heads, dim = sizes.target
     outputs = {

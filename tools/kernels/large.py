@@ -1,6 +1,6 @@
 """Kernels on arrays of more than 2³¹ elements, for a card.
 
-What they compute of the last part equals, to the bit, what they compute of that part in an array by itself.
+Their results for the last part equal, to the bit, their results for that part in an array by itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def room_for(size: float) -> None:
         raise InputError(f"{size / 1e9:.0f} GB do not fit into {limit / 1e9:.0f} GB")
 
 
-def behind_zeros(part, rows: int) -> jax.Array:
+def after_zeros(part, rows: int) -> jax.Array:
     """An array of ``rows`` along the first axis, the last of which are ``part``."""
     room_for(3 * rows * part[0].nbytes)
 
@@ -40,13 +40,13 @@ def behind_zeros(part, rows: int) -> jax.Array:
 
 
 def equal(found, expected) -> dict:
-    """The result of a comparison to the bit."""
+    """The result of a case that compares to the bit."""
     leaves = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (found, expected))
     return {"status": "exact"} if same_bits(*leaves) else failed("other bits than of an array of its own")
 
 
 def attention(capacity: int = 4096) -> dict:
-    """Of the last pages of a cache: read, and written."""
+    """Reads and writes the last pages of a cache."""
     from dflash_jax.ops.kernels.triton.attention import attend_triton, write_triton
 
     source, card, (heads, dim) = Source(0, on_device=True), tested_card(), (2, 256)
@@ -64,12 +64,12 @@ def attention(capacity: int = 4096) -> dict:
 
     run = jax.jit(read_and_write)
     expected = jax.tree.map(np.asarray, run(*small, cache.table))
-    large = [behind_zeros(x, pages + len(cache.k)) for x in small]
+    large = [after_zeros(x, pages + len(cache.k)) for x in small]
     return equal(run(*large, cache.table + pages), expected)
 
 
 def delta(tokens: int) -> dict:
-    """Of the last rows of a state: the mixer and, of few tokens, the replay."""
+    """Runs the mixer and, for few tokens, the replay on the last rows of a state."""
     inputs, gates, state, weights = arguments.mixer(Source(0), 2, tokens, 16, 2, 128, 128, BF16)
     small = [x[:2] for x in (state.recurrent, state.conv_inputs)]
     rows = LAST // small[0][0].size + 2
@@ -84,12 +84,12 @@ def delta(tokens: int) -> dict:
 
     run = jax.jit(run)
     expected = jax.tree.map(np.asarray, run(*small, jnp.asarray([1, 0], jnp.int32)))
-    large = [behind_zeros(x, rows) for x in small]
+    large = [after_zeros(x, rows) for x in small]
     return equal(run(*large, jnp.asarray([rows - 1, rows - 2], jnp.int32)), expected)
 
 
 def mixture(tokens: int, experts: int = 640, used_experts: int = 128) -> dict:
-    """Of Qwen3.5-397B-A17B's sizes: tokens that choose among the last experts."""
+    """Runs experts of Qwen3.5-397B-A17B's sizes for tokens that choose among the last ones."""
     source = Source(0, on_device=True)
     kernel = partial(kernel_of(moe.IMPLEMENTATIONS), experts_per_token=10, normalise=True)
     x, logits = source.normal(tokens, 4096, dtype=BF16), source.normal(tokens, experts)
@@ -101,17 +101,17 @@ def mixture(tokens: int, experts: int = 640, used_experts: int = 128) -> dict:
 
     run = jax.jit(run)
     expected = np.asarray(run(experts - used_experts, *small))
-    return equal(run(0, *(behind_zeros(x, experts) for x in small)), expected)
+    return equal(run(0, *(after_zeros(x, experts) for x in small)), expected)
 
 
 def products(rows: int, inner: int = 4096, last_outputs: int = 8192) -> dict:
-    """The last outputs of one weight."""
+    """Computes the last outputs of one weight."""
     from dflash_jax.ops.kernels.triton.linear import project_triton
 
     source, card = Source(0, on_device=True), tested_card()
     x, small = source.normal(rows, inner, dtype=BF16), source.normal(last_outputs, inner, dtype=BF16) / 64
     run = jax.jit(lambda weight: project_triton(x, [weight], card=card)[0][:, -last_outputs:])
-    return equal(run(behind_zeros(small, LAST // inner + 2 * last_outputs)), run(small))
+    return equal(run(after_zeros(small, LAST // inner + 2 * last_outputs)), run(small))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict]]]:

@@ -249,7 +249,7 @@ function replay(turn) {
 }
 
 function resend(turn, text) {
-  const later = truncate(conversation.turns.indexOf(turn), "Edited; the turns behind it were removed.");
+  const later = truncate(conversation.turns.indexOf(turn), "Edited; the turns after it were removed.");
   ask(text, turn.media).then(later);
 }
 

@@ -147,7 +147,7 @@ async function highlight(code, language, done) {
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})[^\n]*(?:\n|$)/;
 
-/** The end of a block of code behind its opening fence; -1 where the fence is not closed. */
+/** The end of a block of code after its opening fence; -1 where the fence is not closed. */
 function endOfCode(text, fence) {
   const closing = new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}[ \\t]*(?:\\n|$)`, "m").exec(text.slice(fence[0].length));
   return closing ? fence[0].length + closing.index + closing[0].length : -1;

@@ -22,7 +22,7 @@ export class RoundsView {
     this.body = element("section", "rounds");
     this.body.setAttribute("aria-label", "Rounds of this answer");
     this.key = element("p", "key");
-    for (const [name, text] of [["accepted", "accepted"], ["rejected", "rejected"], ["unused", "behind the rejected one"],
+    for (const [name, text] of [["accepted", "accepted"], ["rejected", "rejected"], ["unused", "after the rejected one"],
       ["corrected", "the model's own token"]]) {
       const sample = element("span", "", "");
       sample.append(element("span", `token ${name}`, "abc"), ` ${text}`);
@@ -36,7 +36,7 @@ export class RoundsView {
     this.note = "";
   }
 
-  /** Shows the rounds behind those that are shown. */
+  /** Shows the rounds after those that are shown. */
   update(rounds) {
     for (; this.count < rounds.length; this.count++) this.add(rounds[this.count], this.count);
     this.summarise();

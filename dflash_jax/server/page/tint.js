@@ -92,7 +92,7 @@ export class Tint {
     block.painted = size;
   }
 
-  /** The place of the first run that ends behind `offset`. */
+  /** The place of the first run that ends after `offset`. */
   firstRun(offset) {
     let low = 0, high = this.runs.length / 2;
     while (low < high) {
