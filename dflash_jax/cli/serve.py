@@ -1,10 +1,11 @@
 """OpenAI's and SGLang's HTTP interfaces over one model and its engine."""
 
 import logging
+import sys
 
 from dflash_jax.options.serve import make_parser, parse
 from dflash_jax.process import exit_code
-from dflash_jax.server.launch import run
+from dflash_jax.server.supervisor import run
 
 __all__ = ["main", "make_parser"]
 
@@ -14,6 +15,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         logging.basicConfig(format="%(message)s")
-        return run(*parse(argv))
+        words = sys.argv[1:] if argv is None else argv
+        args, _ = parse(words)
+        return run(args, words)
 
     return exit_code(command)

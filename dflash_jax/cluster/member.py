@@ -119,6 +119,3 @@ class SharedResponses:
     async def delete(self, owner: bytes, response_id: str) -> bool:
         """See `ResponseStore`."""
         return await self._call("delete", owner, response_id)
-
-    def remove(self) -> None:
-        """Nothing: the file is the ingress's."""

@@ -12,9 +12,20 @@ from dflash_jax.errors import EngineError
 from dflash_jax.server import cors, transport
 from dflash_jax.server.app import build
 from dflash_jax.server.connections import ConnectionLimits
-from dflash_jax.server.launch import Runner, allow_connections, around, assemble, http_config, load, set_logging
+from dflash_jax.server.launch import (
+    HttpServer,
+    WarmUpThread,
+    allow_connections,
+    around,
+    assemble,
+    end_engine,
+    http_config,
+    load,
+    set_logging,
+)
 from dflash_jax.server.tracing import Tracer
 
+log = logging.getLogger("dflash_jax.cluster")
 access_log = logging.getLogger("dflash_jax.access")
 # Seconds between two looks at whether the server is ready.
 POLL_S = 0.05
@@ -54,11 +65,39 @@ class ReplicaServer:
         app = around(app, self.serving, args, self._tracer)
         limits = ConnectionLimits(connections=allow_connections(args.max_connections))
         config = http_config(Member(app, secret), limits)
-        self._runner = Runner(config, self._host, self.serving, args.drain_s, False, args.warm_up == "full")
+        self._http, self._drain_s = HttpServer(config, self.serving), args.drain_s
+        self._warm_up = WarmUpThread(self._host, self._prepare, args.warm_up == "full", self._tell_ready, self._fail)
+        self._loop, self._is_ending, self._has_failed = asyncio.new_event_loop(), asyncio.Event(), False
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def _run(self) -> None:
-        asyncio.run(self._runner.serve_until_drained(self._listening, self.url))
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        log.info("listening on %s, warming up", self.url)
+        self._warm_up.start()
+        http = asyncio.ensure_future(self._http.serve(self._listening))
+        await self._is_ending.wait()
+        if not await self._http.drain(self._drain_s):
+            log.warning("%d requests did not end within %g s", self.serving.in_flight, self._drain_s)
+            ending = asyncio.ensure_future(asyncio.to_thread(self._host.engine.stop))
+            await self._http.stop()
+            await ending
+        await http
+        await asyncio.to_thread(end_engine, self._host)
+
+    def _prepare(self) -> None:
+        self.serving.prepare()
+        self._host.start_workers()
+
+    def _tell_ready(self) -> None:
+        warm = self._host.warm_up
+        log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, self.serving.name)
+
+    def _fail(self) -> None:
+        self._has_failed = True
+        self._loop.call_soon_threadsafe(self._is_ending.set)
 
     def start(self) -> None:
         """Starts the server, and returns when it is ready.
@@ -68,7 +107,7 @@ class ReplicaServer:
         """
         self._thread.start()
         while not self.serving.is_ready:
-            if not self._thread.is_alive():
+            if self._has_failed or not self._thread.is_alive():
                 raise EngineError("the warm-up of a replica failed; its log says why")
             time.sleep(POLL_S)
 
@@ -85,9 +124,8 @@ class ReplicaServer:
     def stop(self) -> None:
         """Takes no further requests, and returns when those under way have ended, or after the time of a drain."""
         if self._thread.is_alive():
-            self._runner.begin_draining()
+            self._loop.call_soon_threadsafe(self._is_ending.set)
             self._thread.join()
-        self._host.stop_workers()
         self.serving.stop_workers()
         self._leading.__exit__(None, None, None)
         if self._tracer is not None:

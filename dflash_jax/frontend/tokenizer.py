@@ -51,6 +51,15 @@ class _TokenBytes(dict[int, bytes]):
         return value
 
 
+def auto_tokenizer() -> Any:
+    """The class of transformers that reads any tokenizer. Its import takes seconds."""
+    # transformers advises to install PyTorch, which tokenizers and templates do not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
 class Tokenizer:
     """The tokenizer and chat template of a checkpoint.
 
@@ -121,12 +130,8 @@ class Tokenizer:
 
     @cached_property
     def _full(self):
-        # transformers advises to install PyTorch, which tokenizers and templates do not need.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer
-
         try:
-            full = AutoTokenizer.from_pretrained(self._directory)
+            full = auto_tokenizer().from_pretrained(self._directory)
         except Exception as e:  # transformers raises many types where a directory has no usable tokenizer
             raise InputError(f"{self._directory} has no tokenizer that transformers can read: {reason(e)}") from None
         if self._given_template is not None:

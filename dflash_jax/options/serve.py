@@ -52,6 +52,14 @@ class ServeOptions(LLMOptions, CommandOptions):
         "names, which no other site's page can use, otherwise any)",
         "NAME,...",
     )
+    api_server_count: int | None = _http(
+        None,
+        "processes that answer HTTP beside the engine's (default: one for four processor cores, at least 1 and at most "
+        "4)",
+        "N",
+        least=1,
+        aliases="-asc",
+    )
     max_connections: int = _http(4096, "connections at a time", "N", least=1)
     served_model_name: list[str] | None = _http(None, "default: the target as given", "NAME")
     unknown_fields: str = _http("refuse", "of requests", choices=("refuse", "warn"))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from dflash_jax.server.errors import ApiError
+from dflash_jax.server.transport import LOOPBACK, is_loopback
 
 # Paths without a key: probes, metrics and documentation. The page's files need none either; all other paths do.
 OPEN_PATHS = frozenset(
@@ -15,12 +16,6 @@ OPEN_PATHS = frozenset(
 CHANGING_GETS = frozenset(("/flush_cache",))
 # Content-Types of a POST that a browser sends for a page of any site without asking the server first.
 SIMPLE_TYPES = frozenset((b"", b"text/plain", b"multipart/form-data", b"application/x-www-form-urlencoded"))
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a loopback name or address."""
-    return host in LOOPBACK or host.startswith("127.")
 
 
 def default_hosts(host: str) -> tuple[str, ...] | None:

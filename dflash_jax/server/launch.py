@@ -1,8 +1,9 @@
-"""The server's life: a model and its engine behind HTTP, from the arguments of `dflash serve` to its exit code."""
+"""The parts of a server, made of the arguments of `dflash serve`: a model, its engine, an application, HTTP."""
 
 import asyncio
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -10,15 +11,17 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import cast
 
 from dflash_jax.errors import InputError
 from dflash_jax.options.systems import llm_keywords
 from dflash_jax.parallel.devices import set_platform
-from dflash_jax.process import leave
 from dflash_jax.progress import starting
-from dflash_jax.server import cors, transport
+from dflash_jax.server import transport
 from dflash_jax.server.additions import Additions
 
 log = logging.getLogger("dflash_jax.server")
@@ -102,11 +105,17 @@ def engine_of(args, llm):
             log.warning("one request of the model's %d tokens does not fit: %d at most", llm.max_len, capacity)
 
 
-def response_store(args):
-    """The store of responses that the arguments describe."""
+def response_store(args, temporary: str | None = None):
+    """The store of responses that the arguments describe.
+
+    Args:
+        args: The arguments of `serve`.
+        temporary: The path of a temporary file that several processes share; None: of this process alone.
+    """
     from dflash_jax.server.response_store import ResponseStore
 
-    return ResponseStore(args.response_store, path=args.response_store_path)
+    path = args.response_store_path
+    return ResponseStore(args.response_store, path=path or temporary, is_temporary=path is None)
 
 
 def model_names(args) -> list[str]:
@@ -136,7 +145,7 @@ def host_of(args, llm):
     return EngineHost(llm, AsyncEngine(engine, restarts=int(args.restart_on_failure)), model_names(args)[0], info)
 
 
-def serving_of(args, llm, engine, store):
+def serving_of(args, llm, engine, store, fronts: int = 1):
     """The `Serving` that the arguments describe.
 
     Args:
@@ -144,12 +153,14 @@ def serving_of(args, llm, engine, store):
         llm: The model as a front knows it.
         engine: Its `EngineClient`.
         store: The store of responses.
+        fronts: How many processes share limits of memory.
     """
-    from dflash_jax.server.limits import Limits
+    from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
     from dflash_jax.server.serving import Serving
 
     limits = Limits(
         media_body_bytes=args.max_media_body,
+        total_body_bytes=max(DEFAULT_LIMITS.total_body_bytes // fronts, args.max_media_body),
         logprobs=args.max_logprobs,
         unknown_fields=args.unknown_fields,
         trust_request_chat_template=args.trust_request_chat_template,
@@ -192,17 +203,13 @@ def set_logging(args) -> None:
 
 def check_extra() -> None:
     """Raises InputError where the server's extra is not installed."""
-    try:
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
+    if find_spec("uvicorn") is None:
+        raise InputError('the server needs its extra: pip install "dflash-jax[server]"')
 
 
 def warn_of_open_access(args) -> None:
     """Logs a warning where the arguments open the server to a network without a key."""
-    from dflash_jax.server.access import is_loopback
-
-    if not (args.api_keys or args.uds is not None or is_loopback(args.host)):
+    if not (args.api_keys or args.uds is not None or transport.is_loopback(args.host)):
         log.warning("anyone who reaches %s can use this server: --api-key-file demands a key", args.host)
 
 
@@ -244,121 +251,43 @@ def http_config(app, limits, tls=None):
     )
 
 
-def run(args, system) -> int:
-    """Serves until a signal: the exit code."""
-    set_logging(args)
-    check_extra()
-    if follows(args):
-        return follow(args, system)
-    from dflash_jax.server.tracing import Tracer
-
-    tls, origins = transport.tls_context(args), cors.of_arguments(args)
-    tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
-    store, listening = response_store(args), transport.listen(args.host, args.port, args.uds)
-    try:
-        llm = load(args, system)
-        with llm.leading():
-            return serve(args, llm, store, listening, tls, origins, tracer)
-    except BaseException:
-        store.close()
-        transport.close(listening, args.uds)
-        raise
-
-
-def serve(args, llm, store, listening: socket.socket, tls, origins: cors.Cors | None, tracer) -> int:
-    """Serves a model on a socket until a signal: the exit code."""
-    from dflash_jax.server.app import build
-    from dflash_jax.server.connections import ConnectionLimits
-
-    limits = ConnectionLimits(connections=allow_connections(args.max_connections))
-    host, serving = assemble(args, llm, store)
-    warn_of_open_access(args)
-    app = around(build(serving, args.api_keys, allowed_hosts(args), origins), serving, args, tracer)
-    config = http_config(app, limits, tls)
-    runner = Runner(config, host, serving, args.drain_s, args.exit_on_failure, args.warm_up == "full")
-    try:
-        code = asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
-    finally:
-        # First: another signal may end the process here.
-        store.close()
-        host.stop_workers()
-        serving.stop_workers()
-        transport.close(listening, args.uds)
-        if tracer is not None:
-            tracer.flush()
-    if runner.is_warming:
-        # A compilation cannot be interrupted, and the interpreter would crash or wait.
-        leave(code)
-    return code
-
-
-class Runner:
-    """The HTTP server's life: warm-up beside it, then requests.
-
-    A first SIGTERM or SIGINT drains; a second one ends the requests with an error, a third ends the process at once.
+class WarmUpThread(threading.Thread):
+    """Compiles an engine's programs and starts the engine; what is not needed at once is compiled beside requests.
 
     Args:
-        config: Uvicorn's configuration.
         host: The engine's side.
-        serving: The front's side.
-        drain_s: Seconds that a drain may take.
-        exit_on_failure: Whether a failure of the engine drains too, and ends with code 1.
+        prepare: What is done beside the first compilations.
         is_full: Whether every program is compiled before the first request.
+        on_ready: Called on the thread when requests are taken.
+        on_failure: Called on the thread when they never will be.
     """
 
-    def __init__(self, config, host, serving, drain_s: float, exit_on_failure: bool = False, is_full: bool = False):
-        import uvicorn
+    def __init__(
+        self,
+        host,
+        prepare: Callable[[], None],
+        is_full: bool,
+        on_ready: Callable[[], object] = lambda: None,
+        on_failure: Callable[[], object] = lambda: None,
+    ):
+        super().__init__(name="warm-up", daemon=True)
+        self._host, self._prepare, self._is_full = host, prepare, is_full
+        self._on_ready, self._on_failure = on_ready, on_failure
 
-        self.host, self.serving, self.drain_s, self.is_full, self.code = host, serving, drain_s, is_full, 0
-        self.server = uvicorn.Server(config)
-        self._is_stopping = False
-        self._warming = threading.Thread(target=self._warm_up, name="warm-up", daemon=True)
-        # Ours, so that a first signal drains.
-        self.server.handle_exit = self._on_signal
-        if exit_on_failure:
-            self.host.engine.on_failure = self._on_failure
-
-    async def serve_until_drained(self, listening: socket.socket, url: str) -> int:
-        """Serves ``listening``, which clients reach at ``url``: the exit code."""
-        self._loop = asyncio.get_running_loop()
-        log.info("listening on %s, warming up", url)
-        self._warming.start()
-        await self.server.serve(sockets=[listening])
-        self.host.warm_up.stop()
-        if self.host.is_ready:
-            await asyncio.to_thread(self.host.engine.stop)
-            self.host.engine.engine.policy.keep()
-        return self.code
-
-    @property
-    def is_warming(self) -> bool:
-        """Whether programs are still being compiled."""
-        return self._warming.is_alive()
-
-    def _warm_up(self) -> None:
-        host, serving, warm = self.host, self.serving, self.host.warm_up
+    def run(self) -> None:
+        """The thread."""
+        host, warm = self._host, self._host.warm_up
         try:
-            with ThreadPoolExecutor(1, "prepare") as beside:
-                prepared = beside.submit(self._prepare)
-                if self.is_full:
-                    warm.all()
-                    if host.tower is not None:
-                        host.tower.compile(serving.capacity)
-                else:
-                    warm.first(prepared.result)
-                prepared.result()
+            self._compile_first()
         except Exception:
             log.exception("warm-up failed")
-            self.code, self.server.should_exit = 1, True
+            self._on_failure()
             return
-        # Collections of garbage stop all threads. Leaving out what the start has made saves 0.15 s each.
-        gc.collect()
-        gc.freeze()
+        leave_out_of_collections()
         host.set_ready()
-        log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, serving.name)
-        if host.tower is not None and not self.is_full:
-            arguments = {"target": host.tower.compile, "args": (serving.capacity,)}
-            threading.Thread(**arguments, name="vision-warm-up", daemon=True).start()
+        self._on_ready()
+        if host.tower is not None and not self._is_full:
+            threading.Thread(target=self._compile_media, name="vision-warm-up", daemon=True).start()
         if warm.compiled < warm.total:
             log.info("compiling %d programs beside requests", warm.total - warm.compiled)
             began = time.monotonic()
@@ -369,52 +298,79 @@ class Runner:
             log.info("%d of %d programs compiled after %.0f s", warm.compiled, warm.total, time.monotonic() - began)
         host.engine.engine.policy.keep()
 
-    def _prepare(self) -> None:
-        self.serving.prepare()
-        self.host.start_workers()
+    def _compile_first(self) -> None:
+        with ThreadPoolExecutor(1, "prepare") as beside:
+            prepared = beside.submit(self._prepare)
+            if self._is_full:
+                self._host.warm_up.all()
+                if self._host.tower is not None:
+                    self._compile_media()
+            else:
+                self._host.warm_up.first(prepared.result)
+            prepared.result()
 
-    def _on_signal(self, sig: int, frame) -> None:
-        if self.serving.is_draining and not self._is_stopping:
-            # Before the message: another signal may interrupt this handler.
-            self._is_stopping = True
-            log.warning("stopped with %d requests in flight", self.serving.in_flight)
-            return
-        if self.serving.is_draining or not self.serving.is_ready:
-            log.warning("%s: ended at once", signal.Signals(sig).name)
-            self.serving.response_store.remove()
-            # A compilation cannot be interrupted.
-            os._exit(128 + sig)
-        # Before the message: a second signal may interrupt this handler.
-        self.begin_draining()
-        log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
+    def _compile_media(self) -> None:
+        self._host.tower.compile(self._host.engine.engine.runner.capacity)
 
-    def _on_failure(self) -> None:
-        log.error("exiting: the engine has failed")
-        self.code = 1
-        self.begin_draining()
 
-    def begin_draining(self) -> None:
-        """Ends the server when its requests have ended. Any thread may call it."""
-        self.serving.is_draining = True
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain()))
+def leave_out_of_collections() -> None:
+    """Leaves what the start has made out of collections of garbage, which stop all threads: 0.15 s less each."""
+    gc.collect()
+    gc.freeze()
 
-    async def _drain(self) -> None:
-        deadline = self._loop.time() + self.drain_s
-        while self.serving.in_flight and self._loop.time() < deadline and not self._is_stopping:
+
+def end_engine(host) -> None:
+    """Ends an engine and what runs beside it; open requests get an error."""
+    host.warm_up.stop()
+    if host.is_ready:
+        host.engine.stop()
+        host.engine.engine.policy.keep()
+    host.stop_workers()
+
+
+class HttpServer:
+    """An application's HTTP server, in an event loop that has other work, too.
+
+    Args:
+        config: Uvicorn's configuration.
+        serving: What the application serves.
+    """
+
+    def __init__(self, config, serving):
+        import uvicorn
+
+        self._serving, self._server, self._is_stopping = serving, uvicorn.Server(config), False
+        # Signals are not the server's.
+        self._server.capture_signals = nullcontext  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Serves a listening socket until `drain` or `stop` has ended."""
+        await self._server.serve(sockets=[listening])
+
+    async def drain(self, drain_s: float = math.inf) -> bool:
+        """Takes no further requests, and ends when those under way have ended.
+
+        Returns:
+            Whether they have ended within ``drain_s``; False too where `stop` is asked for meanwhile.
+        """
+        self._serving.is_draining = True
+        if not await self._until_idle(drain_s):
+            return False
+        self._server.should_exit = True
+        return True
+
+    async def stop(self) -> None:
+        """Ends when open requests have the error that their engine sends, or after some seconds."""
+        self._serving.is_draining = self._is_stopping = True
+        if not await self._until_idle(ERRORS_S, until_stop=False):
+            # uvicorn would report what it cancels as errors of the application.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            self._server.force_exit = True
+        self._server.should_exit = True
+
+    async def _until_idle(self, seconds: float, until_stop: bool = True) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._serving.in_flight and loop.time() < deadline and not (until_stop and self._is_stopping):
             await asyncio.sleep(0.02)
-        if self.serving.in_flight:
-            if not self._is_stopping:
-                log.warning("%d requests did not end within %g s", self.serving.in_flight, self.drain_s)
-                self.code = 1
-            await self._end_requests()
-        self.server.should_exit = True
-
-    async def _end_requests(self) -> None:
-        """Answers open requests with an error, and has the server cancel those that remain."""
-        stopping = asyncio.ensure_future(asyncio.to_thread(self.host.engine.stop))
-        deadline = self._loop.time() + ERRORS_S
-        while (self.serving.in_flight or not stopping.done()) and self._loop.time() < deadline:
-            await asyncio.sleep(0.02)
-        # uvicorn would report what it cancels as errors of the application.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self.server.force_exit = True
+        return not self._serving.in_flight

@@ -116,9 +116,6 @@ class Responses(Protocol):
         """Deletes an entry; whether there was one."""
         ...
 
-    def remove(self) -> None:
-        """Removes a temporary file, before the process ends at once."""
-
 
 def _connect(path: Path, query: str = "mode=rw") -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{query}"
@@ -178,6 +175,7 @@ class ResponseStore:
         most_bytes: Most bytes of all entries.
         path: The file; None for a temporary one, which is removed when the process ends.
         most_age_s: Most seconds since an entry's last use.
+        is_temporary: Whether the file need not outlast a failure of power. Another process removes it.
 
     Attributes:
         size: Most entries.
@@ -194,8 +192,10 @@ class ResponseStore:
         most_bytes: int = MOST_BYTES,
         path: str | Path | None = None,
         most_age_s: float = MOST_AGE_S,
+        is_temporary: bool = False,
     ):
         self.size, self.most_bytes, self._most_age_s, self.folder = size, most_bytes, most_age_s, None
+        self._is_temporary = is_temporary or path is None
         # One thread each: writes have an order, and reads do not wait for them. Clients read by turns.
         self._reading, self._writing = (ThreadPoolExecutor(1, f"responses-{name}") for name in ("read", "write"))
         self._turns = FairCapacity(1, "stored responses", WAITING)
@@ -217,7 +217,7 @@ class ResponseStore:
         self._reader, self._writer = _open(path, self._at_end)
         # A temporary file need not outlast a failure of power. What is deleted from another one is to be gone.
         kept = ("synchronous = NORMAL", "secure_delete = ON")
-        for pragma in kept if self.folder is None else ("synchronous = OFF",):
+        for pragma in ("synchronous = OFF",) if self._is_temporary else kept:
             self._writer.execute(f"PRAGMA {pragma}")
         self._is_open = True
 
@@ -270,11 +270,6 @@ class ResponseStore:
         for thread in (self._reading, self._writing):
             thread.shutdown()
         self._end()
-
-    def remove(self) -> None:
-        """Removes a temporary file, before the process ends at once. A handler of signals may call it."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _on(self, thread: ThreadPoolExecutor, work: Callable[..., Any], *arguments) -> Any:
         if not self.size:

@@ -11,6 +11,12 @@ from pathlib import Path
 from dflash_jax.errors import InputError
 
 BACKLOG = 2048
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is a loopback name or address."""
+    return host in LOOPBACK or host.startswith("127.")
 
 
 def listen(host: str, port: int, uds: str | None = None) -> socket.socket:

@@ -136,6 +136,24 @@ class Nursery:
         raise OSError("the nursery has ended")
 
 
+def _stat(pid: int | None) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the third one, the state; zeros where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            # The fields follow the name, which may have blanks.
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return ["0"] * 22
+
+
+def processor_s(pid: int) -> float | None:
+    """Seconds of processor time of a process; None where the system does not say."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    user, system = _stat(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 class WorkerProcess:
     """A process that another one forked.
 
@@ -243,26 +261,15 @@ class WorkerProcess:
 
         Pages in memory include shared ones.
         """
-        fields = self._stat()
+        fields = _stat(self.pid)
         return int(fields[7]) * resource.getpagesize(), int(fields[21]) * resource.getpagesize()
 
     def processor_s(self) -> float:
         """Seconds of processor time since its fork, or since the system was asked for it where it does not say."""
         if self.pid is None:
             return 0.0
-        if not Path("/proc/self/stat").exists():
-            return time.monotonic() - self.began
-        user, system = self._stat()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-    def _stat(self) -> list[str]:
-        """The fields of ``/proc/PID/stat`` from the third one, the state; zeros where there is none."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                # The fields follow the name, which may have blanks.
-                return file.read().rpartition(")")[2].split()
-        except OSError:
-            return ["0"] * 22
+        used = processor_s(self.pid)
+        return time.monotonic() - self.began if used is None else used
 
     def memory(self) -> int:
         """Bytes that it shares with no other process."""

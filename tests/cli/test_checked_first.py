@@ -8,6 +8,9 @@ import pytest
 from dflash_jax.checkpoint import smollm2
 from dflash_jax.cli.main import main
 from dflash_jax.frontend import llm
+from dflash_jax.options.serve import parse
+from dflash_jax.server.launch import load
+from dflash_jax.server.supervisor import Supervisor
 
 MISSING = "missing/file"
 GENERATE = ("generate", "--prompt", "a")
@@ -89,10 +92,17 @@ WRONG = {
 }
 
 
+async def load_here(supervisor: Supervisor) -> int:
+    """What the engine's process does, in this one."""
+    load(*parse(supervisor._words))
+    return 0
+
+
 @pytest.fixture
 def nothing_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(llm, "prepare_backend", lambda *_: pytest.fail("kernels were compiled"))
     monkeypatch.setattr(llm, "load_models", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(Supervisor, "_main", load_here)
     monkeypatch.setattr(smollm2, "fetch_gguf", lambda *_: pytest.fail("a model was downloaded"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text(json.dumps({"turns": ["a"]}))

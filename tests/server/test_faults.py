@@ -3,21 +3,20 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
 import pytest
-import uvicorn
 
 from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.server.app import build
+from dflash_jax.options.serve import parse
+from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.server import supervised, wire
 from dflash_jax.server.engine_host import EngineHost, in_process
-from dflash_jax.server.launch import Runner
+from dflash_jax.server.engine_process import EngineProcess
 from dflash_jax.server.serving import Serving
 from tests.cli.test_serve import serving
 from tests.helpers import without_kernels_line
@@ -83,22 +82,46 @@ def test_the_device_fails_in_the_middle_of_many_streams(llm):
         engine.stop()
 
 
-def test_exit_on_failure_ends_the_server_with_code_1(llm):
-    engine = AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64), masks=True))
-    host = EngineHost(llm, engine, "tiny")
-    serving = Serving(llm, in_process(host), ["tiny"])
-    config = uvicorn.Config(build(serving), lifespan="off", log_level="error")
-    runner, codes = Runner(config, host, serving, 60.0, exit_on_failure=True), []
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        thread = threading.Thread(target=lambda: codes.append(asyncio.run(runner.serve_until_drained(listening, ""))))
-        thread.start()
-        assert wait_until(lambda: serving.is_ready)
-        break_device(engine, 1)
-        found = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": False}, timeout=120)
-        assert found.status_code == 500
-        thread.join()
-    assert codes == [1]
+def test_exit_on_failure_tells_the_supervisor_of_the_failure_and_no_other_does(llm):
+    async def main(*words: str) -> list:
+        process, sent = EngineProcess(), asyncio.Queue()
+        process.args, process.send = parse(["--bundled", *words])[0], sent.put_nowait
+        engine = AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64), masks=True))
+        host = EngineHost(llm, engine, "tiny")
+        with wire.folder() as folder:
+            process.start = supervised.Start([], str(folder), str(folder / "engine"))
+            answering = asyncio.create_task(process._answer(host))
+            said = [type(await sent.get()) for _ in range(2)]
+            assert said == [supervised.Loaded, supervised.Ready]
+            break_device(engine, 1)
+            sequence = llm.new_sequence("def f(", SamplingParams(max_tokens=700, ignore_eos=True))
+            events = [event async for event in engine.submit(sequence.request)]
+            assert "on fire" in str(events[-1].error)
+            # What the engine's thread says of the failure it says before it ends.
+            process.receive(supervised.Stop())
+            assert await answering == 0
+            await asyncio.sleep(0)
+        return [sent.get_nowait() for _ in range(sent.qsize())]
+
+    assert asyncio.run(main("--exit-on-failure")) == [supervised.Broken()]
+    assert asyncio.run(main()) == []
+
+
+def test_a_warm_up_that_fails_ends_the_engines_process_with_code_1(llm, caplog):
+    def fail(*_):
+        raise RuntimeError("the compiler is on fire")
+
+    async def main() -> tuple[int, list]:
+        process, sent = EngineProcess(), []
+        process.args, process.send = parse(["--bundled"])[0], sent.append
+        host = EngineHost(llm, AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64))), "tiny")
+        host.warm_up.first = fail
+        with wire.folder() as folder:
+            process.start = supervised.Start([], str(folder), str(folder / "engine"))
+            return await process._answer(host), sent
+
+    assert asyncio.run(main()) == (1, [supervised.Loaded(), supervised.Failed("", 1)])
+    assert "the compiler is on fire" in caplog.text
 
 
 def test_two_servers_start_on_one_cache(tmp_path):

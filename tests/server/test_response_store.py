@@ -3,23 +3,20 @@
 import asyncio
 import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.cli import serve
 from dflash_jax.errors import InputError
-from dflash_jax.server import launch, response_store
+from dflash_jax.server import response_store, supervisor
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.response_store import APPLICATION, VERSION, ResponseStore, StoredResponse
 from tests.server.conftest import wait_until
@@ -127,21 +124,6 @@ def test_a_temporary_file_ends_with_the_interpreter(tmp_path):
     folder = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     assert folder.startswith(f"{tmp_path}/")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_temporary_file_ends_with_a_server_that_a_signal_ends_at_once(monkeypatch):
-    def end(code: int):
-        raise SystemExit(code)
-
-    store = ResponseStore()
-    run(store.put(b"k", "a", ENTRY))
-    serving = SimpleNamespace(response_store=store, is_draining=False, is_ready=False)
-    runner = launch.Runner(uvicorn.Config(None), serving, 1.0)
-    monkeypatch.setattr(os, "_exit", end)
-    with pytest.raises(SystemExit):
-        runner._on_signal(signal.SIGTERM, None)
-    assert not os.path.exists(store.folder)
-    store.close()
 
 
 def test_processes_that_share_a_file_and_are_killed_leave_what_they_stored(path, opened):
@@ -263,8 +245,8 @@ def test_another_file_is_refused_by_name_and_stays_as_it_is(path, write, message
 
 def test_a_server_refuses_the_file_before_it_loads_a_model(path, monkeypatch, capfd):
     path.write_text("hello")
-    monkeypatch.setattr(launch, "load", lambda *args: pytest.fail("it loads"))
-    monkeypatch.setattr(launch, "set_logging", lambda args: None)
+    monkeypatch.setattr(supervisor.Supervisor, "_main", lambda self: pytest.fail("processes start"))
+    monkeypatch.setattr(supervisor, "set_logging", lambda args: None)
     assert serve.main(["--bundled", "--port", "0", "--response-store-path", str(path)]) == 2
     assert f"--response-store-path {path}: file is not a database" in capfd.readouterr().err
     missing = path.parent / "none" / "file"

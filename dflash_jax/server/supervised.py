@@ -1,0 +1,229 @@
+"""The processes below the supervisor: what they and the supervisor say to each other, and how they begin and end."""
+
+import asyncio
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+from argparse import Namespace
+from typing import Any, NoReturn
+
+import msgspec
+
+from dflash_jax import progress
+from dflash_jax.errors import EngineError, InputError
+from dflash_jax.options.serve import parse
+from dflash_jax.process import leave
+from dflash_jax.server import wire
+from dflash_jax.server.launch import set_logging
+
+log = logging.getLogger("dflash_jax.server")
+
+
+class Record(msgspec.Struct, tag=True, array_like=True):
+    """A message."""
+
+
+# What the supervisor sends.
+
+
+class Start(Record):
+    """The first record.
+
+    Attributes:
+        words: The words of the command line.
+        folder: The supervisor's directory, which is removed even where the supervisor is killed.
+        path: The Unix socket that an engine listens on; a front's file of stored responses, "" for none.
+        listening: A front's descriptor of the listening socket.
+        fronts: How many fronts there are, which share limits.
+    """
+
+    words: list[str]
+    folder: str
+    path: str
+    listening: int = -1
+    fronts: int = 1
+
+
+class Connect(Record):
+    """To a front: the engine's Unix socket."""
+
+    path: str
+
+
+class Ping(Record):
+    """To a front: `Pong` answers it."""
+
+
+class Count(Record):
+    """To a front: `InFlight` answers it."""
+
+
+class Drain(Record):
+    """To a front: it ends after the requests that it has, whose number it answers as `InFlight`."""
+
+
+class Stop(Record):
+    """An engine ends, and all open requests with it; a front ends when these have their errors."""
+
+
+ToChild = Start | Connect | Ping | Count | Drain | Stop
+
+
+# What it receives.
+
+
+class Leads(Record):
+    """From an engine of several hosts: whether it is the first process, which alone has fronts."""
+
+    is_first: bool
+
+
+class Loaded(Record):
+    """From an engine: it listens to fronts."""
+
+
+class Ready(Record):
+    """From an engine: requests are answered.
+
+    Attributes:
+        compiled: Programs that are compiled.
+        total: Programs.
+        name: The model's first name.
+    """
+
+    compiled: int
+    total: int
+    name: str
+
+
+class Broken(Record):
+    """From an engine: the device has failed, and the server is to end."""
+
+
+class Accepting(Record):
+    """From a front: it accepts connections."""
+
+
+class Pong(Record):
+    """From a front: the answer to `Ping`."""
+
+
+class InFlight(Record):
+    """From a front: its requests without a complete answer."""
+
+    count: int
+
+
+class Failed(Record):
+    """The process ends with an error of one line.
+
+    Attributes:
+        message: The line; "" where the log says it.
+        code: The exit code.
+    """
+
+    message: str
+    code: int
+
+
+FromChild = Leads | Loaded | Ready | Broken | Accepting | Pong | InFlight | Failed
+
+
+class Child:
+    """A process below the supervisor. Subclasses have its work.
+
+    Attributes:
+        start: The first record; None before.
+        args: The arguments of `serve`.
+        system: The `System` of its config, or None.
+    """
+
+    args: Namespace
+    system: Any
+
+    def __init__(self):
+        self.start: Any = None
+        self._started, self._has_ended = asyncio.Event(), asyncio.Event()
+        self._channel = wire.Channel(ToChild, self._receive, self._has_ended.set)
+
+    def send(self, record: Record) -> None:
+        """Sends a record to the supervisor. Only the event loop's thread may call it."""
+        self._channel.send(record)
+
+    def receive(self, record: Any) -> None:
+        """Takes a record that comes after the first one."""
+        raise NotImplementedError
+
+    async def work(self) -> int:
+        """What the process does: its exit code."""
+        raise NotImplementedError
+
+    def _receive(self, record: Any) -> None:
+        if isinstance(record, Start):
+            self.start = record
+            self._started.set()
+        else:
+            self.receive(record)
+
+    async def run(self, connection: socket.socket) -> int:
+        """Does the work that the supervisor at the other end asks for: the exit code."""
+        await wire.over(connection, self._channel)
+        await self._started.wait()
+        code = await self._work()
+        self._channel.close()
+        await self._has_ended.wait()
+        return code
+
+    async def _work(self) -> int:
+        try:
+            # The supervisor has logged the notices about the words.
+            logging.disable()
+            self.args, self.system = parse(self.start.words)
+            logging.disable(logging.NOTSET)
+            set_logging(self.args)
+            return await self.work()
+        except InputError as e:
+            failed = Failed(" ".join(str(e.args[0]).splitlines()), 2)
+        except EngineError as e:
+            failed = Failed(str(e), 1)
+        except OSError as e:
+            failed = Failed(f"{e.filename or 'stdout'}: {e.strerror}", 2)
+        except Exception:
+            log.exception("a process of the server has failed")
+            failed = Failed("", 1)
+        self.send(failed)
+        return failed.code
+
+
+def ignore_signals() -> None:
+    """Leaves SIGINT and SIGTERM, which a terminal or a container may send to all processes, to the supervisor."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_with(supervisor: int, child: Child) -> None:
+    """Ends this process when the other end of its socket is closed, whatever its other threads do."""
+    waiting = select.poll()
+    # Only the end: the event loop reads what comes before.
+    waiting.register(supervisor, 0)
+    waiting.poll()
+    if child.start is not None:
+        shutil.rmtree(child.start.folder, ignore_errors=True)
+    os._exit(1)
+
+
+def run_child(kind: type[Child]) -> NoReturn:
+    """Runs ``python -m MODULE FD``, and ends the process at once: threads may still compile."""
+    ignore_signals()
+    progress.enable()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    child = kind()
+    arguments = os.dup(connection.fileno()), child
+    threading.Thread(target=_end_with, args=arguments, name="supervisor", daemon=True).start()
+    leave(asyncio.run(child.run(connection)))
