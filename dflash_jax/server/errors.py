@@ -6,16 +6,18 @@ OpenAI's shape is ``{"error": {"message", "type", "param", "code"}}``; paths bel
 import logging
 import uuid
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from dflash_jax.json_text import dumped
+
+if TYPE_CHECKING:
+    from fastapi.exceptions import RequestValidationError
+    from pydantic import ValidationError
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -150,7 +152,7 @@ def _kind(error: dict) -> str | None:
     return VALUE_KINDS.get(error["type"])
 
 
-def from_validation_error(error: RequestValidationError) -> ApiError:
+def from_validation_error(error: "RequestValidationError") -> ApiError:
     """The most telling error of an invalid body."""
     errors = error.errors()
     if isinstance(error.body, bytes) and error.body:
@@ -173,7 +175,7 @@ def from_validation_error(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{param or 'the body'} {reason}", param)
 
 
-def from_conversion_error(error: ValidationError) -> ApiError:
+def from_conversion_error(error: "ValidationError") -> ApiError:
     """The error of a chat request that was converted from another interface's request."""
     first = error.errors()[0]
     return ApiError(400, f"{field_name(first['loc'])}: {first['msg']}")
@@ -193,6 +195,8 @@ def error_response(error: ApiError, scope: Mapping) -> JsonResponse:
 
 def add_handlers(app) -> None:
     """Adds handlers for all exceptions to an application."""
+    # An engine's process has no FastAPI, which takes half a second to import.
+    from fastapi.exceptions import RequestValidationError
 
     async def on_validation(http: Request, error: RequestValidationError):
         return error_response(from_validation_error(error), http.scope)

@@ -24,9 +24,15 @@ STEPS = 10
 
 
 def resident(pid: int) -> float:
-    """MB."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+    """MB of a process and of all below it; pages that they share count for each."""
+    total, pids = 0.0, [pid]
+    for each in pids:
+        # A worker may end meanwhile.
+        with contextlib.suppress(OSError, IndexError):
+            total += int(Path(f"/proc/{each}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+            for children in Path(f"/proc/{each}/task").glob("*/children"):
+                pids += map(int, children.read_text().split())
+    return total
 
 
 def wanted(i: int) -> tuple[str, dict]:

@@ -36,7 +36,7 @@ def image():
 
 def grammar():
     processes = GrammarProcesses(grammar_tokens(Tokenizer(TINY / "target"), 512, (2, 0)))
-    return processes, lambda: processes.grammar(Constraint("regex", "[ab]{2,40}c", "f"))
+    return processes, lambda: processes.grammar(Constraint("regex", "[ab]{2,40}c", "f").form())
 
 
 @pytest.mark.parametrize("kind", [template, image, grammar])
