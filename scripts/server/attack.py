@@ -1,18 +1,23 @@
-"""Sends a server what could stop it, one attack after the other, beside a stream and a poller of /health.
+"""Sends a server what could stop it, one attack after the other, beside another client.
 
     python scripts/server/attack.py [--markdown benchmarks/attack.md] [--only NAME ...]
 
-Starts a server of the bundled pair on 127.0.0.1 and prints a table: what each attack got, how much longer than without
-it the stream waited for its next piece, the slowest answer of /health, and what the server's processes grew by. Exits 1
-where a stream waited more than 0.25 s longer, or /health took longer than that. With --url it takes a server of
-127.0.0.1 that runs already, and its memory is not measured. A checkpoint with a vision tower
-(--target) is attacked with images and videos, too.
+Starts a server of the bundled pair on 127.0.0.1 with two keys: one client attacks. The other one has a stream, asks
+/health every 20 ms, and opens a connection four times a second, each for a few tokens, with a grammar every other time.
+Prints a table: what each attack got, how much longer than without it the stream waited for its next piece, the slowest
+answer of /health, the latest first token of a new connection, and what the server's processes grew by.
+
+Exits 1 where the stream waited more than 0.25 s longer, /health took longer than that, a first token came more than a
+second later, or the other client was refused. With --url it takes a server of 127.0.0.1 that runs already (without
+keys), and its memory is not measured. A checkpoint with a vision tower (--target) is attacked with images and videos,
+too.
 """
 
 import argparse
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,8 +43,13 @@ from urllib.parse import urlsplit
 with contextlib.suppress(ModuleNotFoundError):
     import httpx
 
-# Seconds that the stream or /health may be late.
-MOST_S = 0.25
+# Seconds that the stream or /health may be late, and the first token of a new connection.
+MOST_S, FIRST_S = 0.25, 1.0
+# The keys of the attacker and of the other client.
+KEYS = "attacker-key", "other-key"
+HEADERS, OTHER = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+# Seconds between two new connections.
+NEW_S = 0.25
 # Seconds that an attack lasts at most, and that the server has to recover.
 ATTACK_S, PAUSE_S = 60.0, 1.0
 # Seconds of the run without attacks.
@@ -58,14 +68,15 @@ LOOPS = (
 
 
 def watch(url: str, connection) -> None:
-    """A process: one stream after the other, and /health every 20 ms. At each message it sends the longest waits since
-    the last one.
-    """
+    """A process: the other client. At each message it sends the longest waits since the last one."""
     asyncio.run(_watch(url, connection))
 
 
 async def _watch(url: str, connection) -> None:
-    longest, last, failures = {"gap": 0.0, "health": 0.0}, {"piece": time.perf_counter()}, Counter()
+    longest = {"gap": 0.0, "health": 0.0, "first": 0.0}
+    last, failures = {"piece": time.perf_counter()}, Counter()
+    # When the new connections that wait for a token were begun.
+    waiting: dict[int, float] = {}
 
     async def stream(client: "httpx.AsyncClient") -> None:
         capacity = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
@@ -98,13 +109,39 @@ async def _watch(url: str, connection) -> None:
             longest["health"] = max(longest["health"], time.perf_counter() - began)
             await asyncio.sleep(0.02)
 
-    async with httpx.AsyncClient(base_url=url, timeout=ATTACK_S) as client:
-        tasks = [asyncio.create_task(stream(client)), asyncio.create_task(poll(client))]
+    async def newcomer(i: int) -> None:
+        body = {"prompt": f"def f{i}(", "max_tokens": 8, "stream": True} | ({"regex": "[ab]{8}"} if i % 2 else {})
+        began = waiting[i] = time.perf_counter()
+        try:
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=ATTACK_S, headers=OTHER) as client,
+                client.stream("POST", "/v1/completions", json=body) as answer,
+            ):
+                if answer.status_code != 200:
+                    failures[f"newcomer {answer.status_code}"] += 1
+                async for _ in answer.aiter_raw():
+                    break
+        except httpx.HTTPError as e:
+            failures[f"newcomer {type(e).__name__}"] += 1
+        del waiting[i]
+        longest["first"] = max(longest["first"], time.perf_counter() - began)
+
+    async def newcomers() -> None:
+        async with asyncio.TaskGroup() as group:
+            for i in itertools.count():
+                group.create_task(newcomer(i))
+                await asyncio.sleep(NEW_S)
+
+    async with httpx.AsyncClient(base_url=url, timeout=ATTACK_S, headers=OTHER) as client:
+        tasks = [asyncio.create_task(work) for work in (stream(client), poll(client), newcomers())]
         while await asyncio.to_thread(connection.recv):
-            gap = max(longest["gap"], time.perf_counter() - last["piece"])
-            connection.send((gap, longest["health"], dict(failures)))
-            longest.update(gap=0.0, health=0.0)
-            last["piece"] = time.perf_counter()
+            now = time.perf_counter()
+            gap = max(longest["gap"], now - last["piece"])
+            first = max([longest["first"], *(now - began for began in waiting.values())])
+            connection.send((gap, longest["health"], first, dict(failures)))
+            longest.update(gap=0.0, health=0.0, first=0.0)
+            last["piece"] = now
+            waiting |= dict.fromkeys(waiting, now)
             failures.clear()
         for task in tasks:
             task.cancel()
@@ -118,8 +155,8 @@ class Monitor:
         self._process = multiprocessing.get_context("spawn").Process(target=watch, args=(url, other), daemon=True)
         self._process.start()
 
-    def mark(self) -> tuple[float, float, dict]:
-        """(longest wait for a piece, longest answer of /health, failures) since the last mark."""
+    def mark(self) -> tuple[float, float, float, dict]:
+        """(longest wait for a piece, for /health, for a first token, failures) since the last mark."""
         self._connection.send(True)
         return self._connection.recv()
 
@@ -181,7 +218,7 @@ class Target:
     async def post(self, path: str, body: dict | bytes, timeout_s: float = ATTACK_S) -> str:
         """The status, or how the request ended."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with httpx.AsyncClient(base_url=self.url, timeout=timeout_s) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=timeout_s, headers=HEADERS) as client:
             try:
                 found = await client.post(path, content=content, headers={"Content-Type": "application/json"})
             except httpx.TimeoutException:
@@ -270,7 +307,7 @@ async def left_streams(target: Target, **more) -> str:
             return type(e).__name__
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S, limits=limits, headers=HEADERS) as client:
         return counts(await asyncio.gather(*(one(client, i) for i in range(300))))
 
 
@@ -291,7 +328,7 @@ async def raced_responses(target: Target) -> str:
         for j in range(12):
             seen[str((await calls[(i + j) % len(calls)]()).status_code)] += 1
 
-    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S) as client:
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S, headers=HEADERS) as client:
         await asyncio.gather(*(one(client, i) for i in range(40)))
     return counts(list(seen.elements()))
 
@@ -299,7 +336,7 @@ async def raced_responses(target: Target) -> str:
 async def continued_responses(target: Target) -> str:
     """A stored conversation of 8,000 items that 32 requests at once continue."""
     items = [*([{"type": "reasoning", "content": []}] * 7999), {"role": "user", "content": "hi"}]
-    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S) as client:
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S, headers=HEADERS) as client:
         first = (await client.post("/v1/responses", json={"input": items, "max_output_tokens": 1})).json()
     more = {"input": "more", "previous_response_id": first["id"], "truncation": "auto", "store": False}
     return await target.posts("/v1/responses", [more | {"max_output_tokens": 1}] * 32)
@@ -349,7 +386,7 @@ async def continued_images(target: Target) -> str:
     # What follows a PNG's end is ignored.
     url = f"data:;base64,{base64.b64encode(png(64, 64) + bytes(30_000_000)).decode()}"
     items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
-    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S) as client:
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S, headers=HEADERS) as client:
         first = (await client.post("/v1/responses", json={"input": items, "max_output_tokens": 1})).json()
     more = {"input": "more", "previous_response_id": first["id"], "store": False, "max_output_tokens": 1}
     return await target.posts("/v1/responses", [more] * 32)
@@ -384,7 +421,7 @@ def attacks(target: Target) -> dict[str, Callable]:
     text = "def f(a, b):\n    return a + b\n" * 300_000
     post, posts, send = target.post, target.posts, target.send
     rules = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4500)), 'r4500: "x"'])
-    start = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    start = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer attacker-key\r\n"
     json_head = start + b"Content-Type: application/json\r\n"
     long_prompt = {"prompt": [5 + i % 200 for i in range(target.capacity - 1)], "max_tokens": 1}
     return {
@@ -456,6 +493,16 @@ def attacks(target: Target) -> dict[str, Callable]:
         "300 streams with a grammar that are left": lambda: left_streams(target, regex="(?s:.){1,5000}"),
         "races for the same responses": lambda: raced_responses(target),
         "flushes, resets, aborts": lambda: commanded_engine(target),
+        "16 prompts of all tokens": lambda: posts("/v1/completions", [long_prompt | {"max_tokens": 1}] * 16),
+        "128 prompts × 8, first priority": lambda: post(
+            "/v1/completions", {"prompt": ["def f("] * 128, "n": 8, "max_tokens": 64, "priority": -(2**31)}
+        ),
+        "128 prompts × 8, last priority": lambda: post(
+            "/v1/completions", {"prompt": ["def f("] * 128, "n": 8, "max_tokens": 64, "priority": 2**31 - 1}
+        ),
+        "300 grammars of 199 terms": lambda: posts(
+            "/v1/chat/completions", [chat(grammar=many_terms() + "\n" * i) for i in range(300)]
+        ),
         "a template of a gigabyte": lambda: posts("/v1/chat/completions", [chat("attack")] * 8),
         "a template without end": lambda: posts("/v1/chat/completions", [chat("loop")] * 8),
     }
@@ -476,14 +523,10 @@ def started(checkpoint: Path | None):
             config = json.loads((target / "tokenizer_config.json").read_text())
             config["chat_template"] = TEMPLATE + LOOPS + config["chat_template"]
             (target / "tokenizer_config.json").write_text(json.dumps(config))
-        command = [
-            sys.executable,
-            "-m",
-            "dflash_jax.serve",
-            str(target),
-            "--draft",
-            "none" if checkpoint else str(TINY / "draft"),
-        ]
+        keys = Path(directory) / "keys"
+        keys.write_text("\n".join(KEYS))
+        draft = "none" if checkpoint else str(TINY / "draft")
+        command = [sys.executable, "-m", "dflash_jax.serve", str(target), "--draft", draft, "--api-key-file", str(keys)]
         process = subprocess.Popen(
             [*command, "--port", "0", "--slots", "8", "--platform", "cpu"], stderr=subprocess.PIPE, text=True
         )
@@ -514,19 +557,19 @@ def machine() -> str:
 
 def measure(url: str, pid: int | None, only: list[str]) -> tuple[list[list[str]], bool]:
     """(rows of the table, whether all waits were short)."""
-    capacity = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+    capacity = httpx.get(f"{url}/v1/models", headers=OTHER).json()["data"][0]["max_model_len"]
     # What is compiled after the start delays the stream of the run without attacks, too.
-    while (info := httpx.get(f"{url}/server_info").json()["warm_up"])["compiled"] < info["total"]:
+    while (info := httpx.get(f"{url}/server_info", headers=OTHER).json()["warm_up"])["compiled"] < info["total"]:
         time.sleep(1)
     target, monitor, memory = Target(url, capacity), Monitor(url), Memory(pid)
     time.sleep(5)
     monitor.mark()
     time.sleep(BASELINE_S)
-    usual, health, _ = monitor.mark()
-    base = memory.mark()
-    rows, good = [["none", "", f"({usual:.3f} s)", f"{health:.3f} s", f"({base >> 20} MiB)", ""]], True
+    usual, health, usual_first, _ = monitor.mark()
+    base, none = memory.mark(), ["none", "", f"({usual:.3f} s)", f"{health:.3f} s", f"({usual_first:.3f} s)"]
+    rows, good = [[*none, f"({base >> 20} MiB)", ""]], True
     print_row(rows[-1])
-    takes_media = httpx.get(f"{url}/model_info").json()["has_image_understanding"]
+    takes_media = httpx.get(f"{url}/model_info", headers=OTHER).json()["has_image_understanding"]
     for name, attack in (attacks(target) | (media_attacks(target) if takes_media else {})).items():
         if only and not any(word in name for word in only):
             continue
@@ -539,12 +582,13 @@ def measure(url: str, pid: int | None, only: list[str]) -> tuple[list[list[str]]
             found = f"no end in {ATTACK_S:g} s"
         took = time.perf_counter() - began
         time.sleep(PAUSE_S)
-        gap, health, failures = monitor.mark()
-        extra = max(gap - usual, 0.0)
+        gap, health, first, failures = monitor.mark()
+        extra, later = max(gap - usual, 0.0), max(first - usual_first, 0.0)
         grown = max(memory.mark() - base, 0) >> 20
-        good &= extra <= MOST_S and health <= MOST_S and not failures
+        good &= extra <= MOST_S and health <= MOST_S and later <= FIRST_S and not failures
         found += "".join(f"; {what}: {n}" for what, n in failures.items())
-        rows.append([name, found, f"{extra:.3f} s", f"{health:.3f} s", f"{grown} MiB", f"{took:.1f} s"])
+        waits = [f"{extra:.3f} s", f"{health:.3f} s", f"{later:.3f} s"]
+        rows.append([name, found, *waits, f"{grown} MiB", f"{took:.1f} s"])
         print_row(rows[-1])
     monitor.stop()
     memory.stop()
@@ -566,7 +610,16 @@ def main() -> int:
         p.error('this needs the extra server: pip install "dflash-jax[server]"')
     if args.url and urlsplit(args.url).hostname != "127.0.0.1":
         p.error("--url must be of 127.0.0.1")
-    head = [["attack", "answer", "extra wait of a stream", "/health", "memory", "duration"], ["---"] * 6]
+    names = [
+        "attack",
+        "answer",
+        "extra wait of a stream",
+        "/health",
+        "extra wait for a first token",
+        "memory",
+        "duration",
+    ]
+    head = [names, ["---"] * len(names)]
     for row in head:
         print_row(row)
     with contextlib.nullcontext((args.url, None)) if args.url else started(args.target) as (url, pid):
