@@ -6,26 +6,8 @@ from math import isfinite
 from typing import Any
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
-# One for all: json.dumps makes one for each call.
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 # A string, or anything else that is not punctuation.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[^\s{}\[\],:"]+', re.DOTALL)
-
-
-def dumped(value: object) -> bytes:
-    """``value`` as JSON in ASCII, since text from clients may have unpaired surrogates. NaN and infinities are null."""
-    try:
-        return _ENCODER.encode(value).encode("ascii")
-    except ValueError:
-        return _ENCODER.encode(_without_infinities(value)).encode("ascii")
-
-
-def _without_infinities(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_infinities(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(_without_infinities, value))
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def loaded(text: str) -> Any:

@@ -82,7 +82,7 @@ class Prompt(Part):
     """A prompt and how it is continued: the arguments of `Prompts.new_sequence`.
 
     Attributes:
-        ids: Token ids.
+        ids: Token ids, int32, which are not encoded one by one.
         params: Fields of `SamplingParams`.
         block_size: Tokens that a round may yield, or "auto".
         priority: Lower values go first, of one client.
@@ -98,7 +98,7 @@ class Prompt(Part):
         choices: Its continuations.
     """
 
-    ids: list[int]
+    ids: np.ndarray
     params: dict[str, Any]
     block_size: BlockSize
     priority: int = 0
@@ -264,7 +264,6 @@ class Event(Part):
         proposals: Where recorded, the drafts of each round.
         times: When the request reached each stage, where that is new.
         cached: Prompt tokens that came from the prefix cache; with the first event.
-        prompt_entries: As in the engine's `Request`; with the first event.
     """
 
     number: int
@@ -277,11 +276,22 @@ class Event(Part):
     proposals: list[list[int]] | None = None
     times: Times | None = None
     cached: int = 0
-    prompt_entries: list[dict[str, Any]] = []
+
+
+class Scores(Record):
+    """Log-probabilities of a prompt's next tokens, as in the engine's `Request.prompt_entries`; before its events.
+
+    Attributes:
+        number: Of the request.
+        entries: The log-probabilities.
+    """
+
+    number: int
+    entries: list[dict[str, Any]]
 
 
 class Events(Record):
-    """The events of a step.
+    """Events of a step.
 
     Attributes:
         clock: The engine's clock, in seconds.
@@ -295,7 +305,7 @@ class Events(Record):
 
 
 FromFront = Submit | Compile | Leave | Abort | Ask
-FromEngine = Hello | State | Accepted | Compiled | Answered | Failed | Events
+FromEngine = Hello | State | Accepted | Compiled | Answered | Failed | Scores | Events
 
 # The exceptions that cross, by kind.
 FAILURES: dict[str, type[Exception]] = {
@@ -311,25 +321,6 @@ def failure_of(error: Exception) -> Failure:
     kind = next((kind for kind, type_ in FAILURES.items() if isinstance(error, type_)), "engine")
     known = isinstance(error, FAILURES[kind])
     return Failure(kind, str(error) if known else f"{type(error).__name__}: {error}")
-
-
-def _plain(value: Any) -> Any:
-    """An array as plain values."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
-    raise TypeError(type(value).__name__)
-
-
-def _array(kind: type, value: Any) -> Any:
-    """An array of plain values."""
-    assert kind is np.ndarray, kind
-    dtype, shape, data = value
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-decode_front = msgspec.msgpack.Decoder(FromFront, dec_hook=_array).decode
-decode_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_array).decode
 
 
 def params_fields(params: SamplingParams) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Parts that answers of several endpoints share: usage, times, log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import inf, isfinite, isnan, nan
 
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.protocol import MEDIA_STEPS
+from dflash_jax.server.errors import dumped
 from dflash_jax.server.schema import StreamOptions
 from dflash_jax.server.serving import Serving
 
@@ -214,15 +216,15 @@ def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
     }
 
 
-def prompt_logprobs(tokenizer: Tokenizer | None, sequence: TextSequence) -> list | None:
-    """The list for a prompt in vLLM's shape, None for its first token; None where nothing is computed."""
+def prompt_logprobs(tokenizer: Tokenizer | None, sequence: TextSequence) -> Iterator[bytes | None] | None:
+    """Yields entries for a prompt in vLLM's shape as JSON, None for its first token; None where nothing is computed."""
     if sequence.request.prompt_logprobs is None:
         return None
-    return [None, *(prompt_entry(tokenizer, entry) for entry in sequence.request.prompt_entries)]
+    return chain([None], (dumped(prompt_entry(tokenizer, entry)) for entry in sequence.request.prompt_entries))
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False) -> list[dict]:
-    """OpenAI's log-probabilities for chats.
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False) -> Iterator[bytes]:
+    """Yields OpenAI's log-probabilities for chats, each as JSON.
 
     As in vLLM, the drawn token is among the likeliest N: it replaces the last of them where it is less likely. Tokens
     that the request names follow.
@@ -243,7 +245,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_id
             top[-1] = entry["token_id"], entry["logprob"]
         return [one(token, value) for token, value in (dict(top) | entry.get("named", {})).items()]
 
-    return [one(e["token_id"], e["logprob"]) | {"top_logprobs": listed(e)} for e in entries]
+    return (dumped(one(e["token_id"], e["logprob"]) | {"top_logprobs": listed(e)}) for e in entries)
 
 
 def completion_logprobs(
@@ -253,7 +255,7 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> dict:
-    """OpenAI's log-probabilities for completions.
+    """OpenAI's log-probabilities for completions, as `stream.json_parts` takes them.
 
     As in vLLM, the drawn token comes first, then tokens that the request names, then the likeliest N.
 
@@ -278,8 +280,8 @@ def completion_logprobs(
         return values_by_text
 
     return {
-        "tokens": [text(e["token_id"]) for e in entries],
-        "token_logprobs": [None if e["logprob"] is None else finite(e["logprob"]) for e in entries],
-        "top_logprobs": [named(e) for e in entries],
+        "tokens": (dumped(text(e["token_id"])) for e in entries),
+        "token_logprobs": (dumped(e["logprob"] and finite(e["logprob"])) for e in entries),
+        "top_logprobs": (dumped(named(e)) for e in entries),
         "text_offset": list(starts) if tokenizer is not None else [0] * len(entries),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 
 from dflash_jax.errors import InputError
-from dflash_jax.json_text import dumped
+from dflash_jax.server.errors import dumped
 
 PIECE = 2**16
 LONGEST_ID = 512

@@ -31,6 +31,8 @@ SMALL_BYTES = 2**16
 TURN_BYTES = 2**12
 # Seconds that a body has to arrive before it may be dropped for another one.
 SURE_S = 5.0
+# Fields of an object, on average of as many objects as are possible: a field takes the parser longer than a number.
+MOST_FIELDS = 8
 # Memory of a parsed value beside its text, in bytes: a parsed body may be larger than the raw one.
 VALUE_BYTES = 64
 # Share of the memory for bodies that one client may take.
@@ -44,12 +46,12 @@ MEDIA_SOURCES = frozenset({"url", "data", "image_data", "video_data", *(key for 
 MEDIA_FIELDS = MEDIA_SOURCES | {"content", "output", "source"}
 
 
-async def _counted(body: bytes) -> AsyncIterator[tuple[int, int, int]]:
-    """Yields upper bounds of (values, objects, bytes of strings beyond ASCII) after each step through the body.
+async def _counted(body: bytes) -> AsyncIterator[tuple[int, int, int, int]]:
+    """Yields upper bounds of (values, objects, fields, bytes of strings beyond ASCII) after each step through the body.
 
     The counts of invalid JSON are arbitrary.
     """
-    values = objects = wide = at = 0
+    values = objects = fields = wide = at = 0
     is_text = False
     # The string that the next part continues: its bytes so far, and whether it is beyond ASCII.
     length, is_wide = 0, False
@@ -78,8 +80,9 @@ async def _counted(body: bytes) -> AsyncIterator[tuple[int, int, int]]:
                 if not is_ascii:
                     wide += sum(len(each) for each in strings if not each.isascii())
             objects += outside.count(b"{")
+            fields += outside.count(b":")
             values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        yield values, objects, wide + length * is_wide
+        yield values, objects, fields, wide + length * is_wide
         if at < len(body):
             await asyncio.sleep(0)
 
@@ -90,7 +93,7 @@ async def check(body: bytes, values: int, objects: int, text: int | None = None)
     Args:
         body: The raw body.
         values: Most values in its lists and objects.
-        objects: Most objects.
+        objects: Most objects. They have `MOST_FIELDS` each on average, at most.
         text: Most bytes of its strings beyond ASCII, of which images and videos have none; None: any. One such
             character makes Python use up to four bytes for each character of a string.
 
@@ -100,13 +103,15 @@ async def check(body: bytes, values: int, objects: int, text: int | None = None)
     Raises:
         ApiError: It has more.
     """
-    counts = 0, 0, 0
+    counts = 0, 0, 0, 0
     async for counts in _counted(body):
         if counts[0] > values:
             raise ApiError(400, f"the body has more than {values} values in its lists and objects")
         if counts[1] > objects:
             raise ApiError(400, f"the body has more than {objects} objects")
-        if text is not None and counts[2] > text:
+        if counts[2] > MOST_FIELDS * objects:
+            raise ApiError(400, f"the body has more than {MOST_FIELDS * objects} fields in its objects")
+        if text is not None and counts[3] > text:
             raise ApiError(413, f"the body has more than {text} bytes beside its images and videos")
     return counts[0]
 
@@ -191,6 +196,9 @@ class MediaRequest(Request):
                 self._json = await parse(content, json.loads if len(content) <= text_limit else _quickly)
                 if len(content) > text_limit and text_bytes(self._json) > text_limit:
                     raise ApiError(413, f"the body has more than {text_limit} bytes beside its images and videos")
+            if len(content) > TURN_BYTES:
+                # Its validation is a step of its own.
+                await asyncio.sleep(0)
         return self._json
 
 

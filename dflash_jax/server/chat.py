@@ -1,12 +1,11 @@
 """/v1/chat/completions, and vLLM's /v1/chat/completions/batch: several conversations in one request."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from functools import partial
+from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 from dflash_jax.server import chat_schema, prepare, schema
 from dflash_jax.server.answer_schema import ChatCompletion
@@ -28,7 +27,7 @@ from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import EventStream, Later, frame, json_response
+from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame, frame_parts
 from dflash_jax.server.tools import END, START, CallDelta, joined
 
 router = APIRouter(route_class=MediaRoute)
@@ -152,59 +151,58 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
 
 async def full_response(
     serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[RemoteSequence], head: dict
-) -> Response:
+) -> JsonAnswer:
     """Waits for all sequences, then answers."""
     parsers, deltas = [talk.parser(body.shown_reasoning) for _ in sequences], [[] for _ in sequences]
     async for i, piece in serving.merged(sequences):
         deltas[i].append(parsers[i].push(piece))
-    build = partial(chat_completion, serving, body, talk, sequences, head, parsers, deltas)
-    return await json_response(sequences, build)
+    choices = (
+        chat_choice(serving, body, talk, *choice) for choice in zip(count(), sequences, parsers, deltas, strict=False)
+    )
+    counted = usage(sequences, len(sequences), sum(p.reasoning_tokens for p in parsers))
+    value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
+    value["prompt_token_ids"] = talk.prompt if body.return_token_ids else None
+    value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, sequences[0])
+    return JsonAnswer(value | request_metrics(serving, sequences))
 
 
-def chat_completion(
+def chat_choice(
     serving: Serving,
     body: chat_schema.ChatRequest,
     talk: Conversation,
-    sequences: list[RemoteSequence],
-    head: dict,
-    parsers: list[Parser],
-    deltas: list[list[Delta]],
+    i: int,
+    sequence: RemoteSequence,
+    parser: Parser,
+    deltas: list[Delta],
 ) -> dict:
-    """The complete answer.
+    """A complete choice.
 
     Args:
         serving: The model and its engine.
         body: The request.
         talk: Its conversation.
-        sequences: Its finished sequences.
-        head: Fields id, created and model.
-        parsers: The parser of each sequence.
-        deltas: Parsed pieces of each sequence.
+        i: The number of the choice.
+        sequence: Its finished sequence.
+        parser: Its parser.
+        deltas: Its parsed pieces.
     """
-    choices = []
-    for i, sequence in enumerate(sequences):
-        deltas[i].append(parsers[i].finish(sequence))
-        content = talk.echoed + "".join(d.content for d in deltas[i])
-        reasoning = "".join(d.reasoning for d in deltas[i])
-        calls = joined([c for d in deltas[i] for c in d.calls])
-        message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        message["reasoning_content"] = message["reasoning"] = reasoning or None
-        if calls:
-            message["tool_calls"] = calls
-        logprobs = None
-        if sequence.logprobs is not None:
-            logprobs = logprobs_of(serving, body, sequence.logprobs)
-        choice = {"index": i, "message": message, "logprobs": logprobs, "finish_reason": parsers[i].reason(sequence)}
-        choice |= stop_reasons(sequence, serving.llm.defaults.stop_ids)
-        choice["token_ids"] = sequence.request.tokens if body.return_token_ids else None
-        if body.return_prompt_token_ids:
-            choice["prompt_token_ids"] = talk.prompt
-        choices.append(choice)
-    counted = usage(sequences, len(sequences), sum(p.reasoning_tokens for p in parsers))
-    value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
-    value["prompt_token_ids"] = talk.prompt if body.return_token_ids else None
-    value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, sequences[0])
-    return value | request_metrics(serving, sequences)
+    deltas.append(parser.finish(sequence))
+    content = talk.echoed + "".join(d.content for d in deltas)
+    reasoning = "".join(d.reasoning for d in deltas)
+    calls = joined([c for d in deltas for c in d.calls])
+    message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+    message["reasoning_content"] = message["reasoning"] = reasoning or None
+    if calls:
+        message["tool_calls"] = calls
+    logprobs = None
+    if sequence.logprobs is not None:
+        logprobs = logprobs_of(serving, body, sequence.logprobs)
+    choice = {"index": i, "message": message, "logprobs": logprobs, "finish_reason": parser.reason(sequence)}
+    choice |= stop_reasons(sequence, serving.llm.defaults.stop_ids)
+    choice["token_ids"] = sequence.request.tokens if body.return_token_ids else None
+    if body.return_prompt_token_ids:
+        choice["prompt_token_ids"] = talk.prompt
+    return choice
 
 
 def echoed_text(messages: Sequence[chat_schema.Message]) -> str:
@@ -242,13 +240,13 @@ def _as_call(call: CallDelta) -> dict:
 
 async def stream_chunks(
     serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[RemoteSequence], head: dict
-) -> AsyncGenerator[bytes, None]:
+) -> AsyncGenerator[Frame, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, started = [talk.parser(body.shown_reasoning) for _ in sequences], []
     totals = Totals(sequences, len(sequences))
 
-    def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> bytes:
+    def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> Frame:
         # SGLang's clients read this field of every delta.
         delta = {"reasoning_content": None, **delta}
         choice = {"index": i, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason, **more}
@@ -256,7 +254,7 @@ async def stream_chunks(
         value |= stream_totals(serving, stream_options, totals, sum(p.reasoning_tokens for p in parsers))
         if is_first and body.return_token_ids:
             value["prompt_token_ids"] = talk.prompt
-        return frame(value)
+        return frame_parts(value) if is_first or choice["logprobs"] else frame(value)
 
     async for i, piece in serving.merged(sequences):
         if i not in started:
@@ -345,7 +343,7 @@ async def full_batch_response(
     talks: list[Conversation],
     sequences: list[RemoteSequence],
     head: dict,
-) -> Response:
+) -> JsonAnswer:
     """Waits for all sequences, then answers."""
     parsers = [talk.parser(body.shown_reasoning) for talk, body in zip(talks, bodies, strict=True)]
     deltas = [[] for _ in sequences]
@@ -353,22 +351,16 @@ async def full_batch_response(
         async for i, piece in pieces:
             deltas[i].append(parsers[i].push(piece))
 
-    def build() -> dict:
-        answers = [
-            chat_completion(serving, body, talk, [sequence], head, [parser], [choice_deltas])
-            for body, talk, sequence, parser, choice_deltas in zip(
-                bodies, talks, sequences, parsers, deltas, strict=True
-            )
-        ]
-        choices = []
-        for i, answer in enumerate(answers):
-            (choice,) = answer["choices"]
-            prompt_fields = {
-                name: answer[name] for name in ("prompt_token_ids", "prompt_logprobs") if answer[name] is not None
-            }
-            choices.append({**choice, "index": i, **prompt_fields})
-        counted = usage(sequences, 1, sum(parser.reasoning_tokens for parser in parsers))
-        nothing = {"prompt_token_ids": None, "prompt_logprobs": None}
-        return {**answers[0], "choices": choices, "usage": counted, **nothing}
+    def choices() -> Iterator[dict]:
+        for i, (sequence, body, talk) in enumerate(zip(sequences, bodies, talks, strict=True)):
+            choice = chat_choice(serving, body, talk, i, sequence, parsers[i], deltas[i])
+            if body.return_token_ids:
+                choice["prompt_token_ids"] = talk.prompt
+            if (scores := prompt_logprobs(serving.llm.tokenizer, sequence)) is not None:
+                choice["prompt_logprobs"] = scores
+            yield choice
 
-    return await json_response(sequences, build)
+    counted = usage(sequences, 1, sum(parser.reasoning_tokens for parser in parsers))
+    value = {**head, "object": "chat.completion", "choices": choices(), "usage": counted, "system_fingerprint": None}
+    nothing = {"prompt_token_ids": None, "prompt_logprobs": None}
+    return JsonAnswer(value | nothing | request_metrics(serving, sequences[:1]))

@@ -1,12 +1,11 @@
 """/v1/completions, with echo and log-probabilities of the prompt."""
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 from dflash_jax.frontend.detokenizer import Detokenizer
+from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server import prepare, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
@@ -24,10 +23,12 @@ from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import EventStream, Later, frame, json_response, large_frame, offload
+from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame, frame_parts
 
 router = APIRouter(route_class=MediaRoute)
 
+# Tokens of a prompt that are decoded in one step.
+STEP_TOKENS = 64
 # The stop reasons of a choice without new tokens.
 NO_STOP = {"stop_reason": None, "matched_stop": None}
 
@@ -95,22 +96,23 @@ async def completions(http: Request, body: schema.CompletionRequest):
 
 async def full_response(
     serving: Serving, body: schema.CompletionRequest, sequences: list[RemoteSequence], head: dict
-) -> Response:
+) -> JsonAnswer:
     """Waits for all sequences, then answers."""
     await serving.run(sequences)
 
-    def build() -> dict:
-        choices = [choice(serving, body, i, sequence) for i, sequence in enumerate(sequences)]
-        counted = usage(sequences, body.n or 1, is_new=body.max_tokens != 0)
-        more = {"usage": counted, "system_fingerprint": None, **request_metrics(serving, sequences)}
-        return {**head, "choices": choices, **more}
+    def choices() -> Iterator[dict | bytes]:
+        opening = Opening(serving, body)
+        for i, sequence in enumerate(sequences):
+            if i % (body.n or 1) == 0:
+                opening = Opening(serving, body)
+                yield from opening.read(sequence)
+            yield choice(serving, body, i, sequence, opening)
 
-    return await json_response(
-        sequences, build, sum(len(sequence.request.prompt) for sequence in sequences) if body.echo else 0
-    )
+    counted = usage(sequences, body.n or 1, is_new=body.max_tokens != 0)
+    more = {"usage": counted, "system_fingerprint": None, **request_metrics(serving, sequences)}
+    return JsonAnswer({**head, "choices": choices(), **more})
 
 
-@dataclass(frozen=True)
 class Opening:
     """The beginning of a choice, before new tokens.
 
@@ -120,25 +122,23 @@ class Opening:
         entries: Log-probabilities of its tokens, where they are asked for.
     """
 
-    text: str
-    starts: list[int]
-    entries: list[dict]
+    def __init__(self, serving: Serving, body: schema.CompletionRequest):
+        """An opening that is empty until it is read."""
+        self._tokenizer, self._body = serving.llm.tokenizer, body
+        self.text, self.starts, self.entries = "", list[int](), list[dict]()
 
-
-def opening(serving: Serving, body: schema.CompletionRequest, sequence: RemoteSequence) -> Opening:
-    """The beginning of a choice; empty without ``echo``."""
-    tokenizer, request = serving.llm.tokenizer, sequence.request
-    if not body.echo:
-        return Opening("", [], [])
-    entries = []
-    if wants_logprobs(body):
-        entries = [{"token_id": request.prompt[0], "logprob": None, "top": {}}, *request.prompt_entries]
-    if tokenizer is None:
-        return Opening("", [], entries)
-    echoed = Detokenizer(tokenizer, skip_special_tokens=False)
-    starts = [echoed.push(token) for token in request.prompt]
-    echoed.finish()
-    return Opening(echoed.text, starts, entries)
+    def read(self, sequence: RemoteSequence) -> Iterator[bytes]:
+        """Reads the opening of a sequence, if ``echo`` asks for it: yields nothing, after each of many tokens."""
+        request = sequence.request
+        if self._body.echo and wants_logprobs(self._body):
+            self.entries = [{"token_id": request.prompt[0], "logprob": None, "top": {}}, *request.prompt_entries]
+        if self._body.echo and self._tokenizer is not None:
+            echoed = Detokenizer(self._tokenizer, skip_special_tokens=False)
+            for first in range(0, len(request.prompt), STEP_TOKENS):
+                self.starts += [echoed.push(token) for token in request.prompt[first : first + STEP_TOKENS]]
+                yield b""
+            echoed.finish()
+            self.text = echoed.text
 
 
 def wants_logprobs(body: schema.CompletionRequest) -> bool:
@@ -166,9 +166,9 @@ def prompt_fields(serving: Serving, body: schema.CompletionRequest, sequence: Re
     return {"prompt_logprobs": scores, "prompt_token_ids": sequence.request.prompt if body.return_token_ids else None}
 
 
-def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: RemoteSequence) -> dict:
-    """A complete choice."""
-    is_new, begin = body.max_tokens != 0, opening(serving, body, sequence)
+def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: RemoteSequence, begin: Opening) -> dict:
+    """A complete choice, after what it begins with."""
+    is_new = body.max_tokens != 0
     text = (sequence.text.text if sequence.text else "") if is_new else ""
     entries = list(sequence.logprobs or []) if is_new else []
     starts = [len(begin.text) + start for start in sequence.starts] if is_new else []
@@ -185,21 +185,35 @@ def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: R
 
 async def stream_chunks(
     serving: Serving, body: schema.CompletionRequest, sequences: list[RemoteSequence], head: dict
-) -> AsyncGenerator[bytes, None]:
+) -> AsyncGenerator[Frame, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
-    is_new = body.max_tokens != 0
-    openings: list[Opening | None] = [None] * len(sequences)
-    totals = Totals(sequences, body.n or 1, is_new)
-    async for i, piece in serving.merged(sequences):
-        opened, begin = openings[i], Opening("", [], [])
-        is_first = opened is None
+    is_new, n = body.max_tokens != 0, body.n or 1
+    # Of each prompt.
+    openings: dict[int, Opening] = {}
+    begun: set[int] = set()
+    totals = Totals(sequences, n, is_new)
+
+    def parts(i: int, piece: Piece, value: dict) -> Iterator[bytes]:
+        """The chunk ``value`` of a choice that begins, or has log-probabilities."""
+        begin, (choice,) = Opening(serving, body), value["choices"]
+        is_first, opened = i not in begun, openings.get(i // n)
+        begun.add(i)
         if opened is None:
-            opened = begin = openings[i] = await offload(
-                len(sequences[i].request.prompt), opening, serving, body, sequences[i]
-            )
-        offset, text = len(opened.text), piece.text if is_new else ""
-        choice = {"index": i, "text": begin.text + text, "logprobs": None}
+            opened = openings[i // n] = Opening(serving, body)
+            yield from opened.read(sequences[i])
+        if is_first:
+            begin = opened
+            fields = prompt_fields(serving, body, sequences[i])
+            choice |= {name: value for name, value in fields.items() if value is not None}
+        choice["text"] = begin.text + choice["text"]
+        entries = piece.logprobs or [] if is_new else []
+        starts = [len(opened.text) + start for start in piece.starts] if is_new else []
+        choice["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
+        yield from frame_parts(value)
+
+    async for i, piece in serving.merged(sequences):
+        choice = {"index": i, "text": piece.text if is_new else "", "logprobs": None}
         choice["finish_reason"] = piece.finish_reason if is_new else "length"
         if choice["finish_reason"]:
             choice |= stop_reasons(sequences[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
@@ -211,18 +225,7 @@ async def stream_chunks(
             choice["proposals"] = proposals(serving.llm.tokenizer, piece) if is_new else []
         totals.take(i)
         value = {**head, "choices": [choice], **stream_totals(serving, stream_options, totals)}
-
-        def build(i=i, piece=piece, begin=begin, offset=offset, is_first=is_first, choice=choice, value=value) -> dict:
-            entries = piece.logprobs or [] if is_new else []
-            starts = [offset + start for start in piece.starts] if is_new else []
-            choice["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
-            if is_first:
-                of_prompt = prompt_fields(serving, body, sequences[i])
-                choice |= {name: value for name, value in of_prompt.items() if value is not None}
-            return value
-
-        prompt_entries = sequences[i].request.prompt_entries if is_first else []
-        yield await large_frame(len(piece.logprobs or []) + len(prompt_entries), build)
+        yield frame(value) if i in begun and not wants_logprobs(body) else parts(i, piece, value)
     if stream_options.include_usage:
         last = stream_totals(serving, stream_options, totals, is_last=True)
         yield frame({**head, "choices": [], **last, **request_metrics(serving, sequences)})

@@ -1,5 +1,6 @@
 """Conversations as prompts, and generated text as reasoning, content and calls."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -287,9 +288,10 @@ async def converse(
         raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
     if tools is not None and len(tools) > serving.limits.tools:
         raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
-    for i, tool in enumerate(tools or ()):
-        check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
-    tool_schemas = [t.model_dump(exclude_none=True) for t in tools or ()] or None
+    tool_schemas = []
+    async for tool in serving.in_steps(tools or ()):
+        check_parameters(tool.function.parameters or {}, f"tools[{len(tool_schemas)}].function.parameters")
+        tool_schemas.append(tool.model_dump(exclude_none=True))
     _check_arguments(messages, serving.limits.values)
     options = template_options(serving, body, messages)
     conversation, parts = as_template(messages, serving.media is not None)
@@ -298,7 +300,9 @@ async def converse(
         name = "truncate_prompt_tokens"
         raise ApiError(400, f"{name} is not possible with images and videos", name)
     try:
-        text = await templates.render(conversation, tool_schemas, **options)
+        # A step of its own.
+        await asyncio.sleep(0)
+        text = await templates.render(conversation, tool_schemas or None, **options)
         ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
         # Not checked for length: the prompt may be truncated later.
         prompt = await serving.texts.prompt(ids, "messages", is_truncated=True)

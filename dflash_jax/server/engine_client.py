@@ -33,8 +33,6 @@ class RemoteSequence(TextSequence):
         request = self.request
         if event.times is not None:
             request.times, request.cached = event.times, event.cached
-        if event.prompt_entries:
-            request.prompt_entries = event.prompt_entries
         if event.tokens and request.monitor is not None:
             request.monitor(event.tokens)
         request.tokens += event.tokens
@@ -76,6 +74,11 @@ class Inbox:
         self._events.append((place, event))
         self._has_some.set()
 
+    @property
+    def has_some(self) -> bool:
+        """Whether `get` returns at once."""
+        return bool(self._events)
+
     async def get(self) -> tuple[int, list[protocol.Event]]:
         """Waits for events of one request, and returns its place and all that follow one another, up to a limit."""
         while not self._events:
@@ -108,7 +111,7 @@ class EngineClient:
         self.clock, self.plain_round_s = 0.0, None
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future] = {}
-        self._inboxes: dict[int, tuple[Inbox, int]] = {}
+        self._inboxes: dict[int, tuple[Inbox, int, RemoteSequence]] = {}
 
     def receive(self, record: protocol.FromEngine) -> None:
         """Takes a record of the engine."""
@@ -117,6 +120,9 @@ class EngineClient:
                 self.clock, self.plain_round_s = record.clock, record.plain_round_s
                 for event in record.events:
                     self._deliver(event)
+            case protocol.Scores():
+                if (entry := self._inboxes.get(record.number)) is not None:
+                    entry[2].request.prompt_entries += record.entries
             case protocol.Hello():
                 self.hello = record
             case protocol.State():
@@ -148,7 +154,7 @@ class EngineClient:
         is_last = event.finish_reason is not None or event.failure is not None
         entry = self._inboxes.pop(event.number, None) if is_last else self._inboxes.get(event.number)
         if entry is not None:
-            inbox, place = entry
+            inbox, place, _ = entry
             inbox.put(place, event)
 
     async def _call(self, number: int, record: protocol.FromFront) -> Any:
@@ -206,7 +212,7 @@ class EngineClient:
             name = context.ids.get(sequence, context.answer_id)
             prompt.choices.append(protocol.Choice(each, name, request.params.seed or 0, list(request.tokens)))
             numbers.append(each)
-            self._inboxes[each] = inbox, place
+            self._inboxes[each] = inbox, place, sequence
         try:
             if sequences:
                 record = protocol.Submit(number, context.client, context.owner, list(prompts.values()))

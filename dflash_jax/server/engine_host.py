@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -42,6 +43,8 @@ FIRST = -(2**31) - 1
 TOKEN_S, LOOK_S = 10.0, 0.05
 # Seconds in which the engine's thread must run a command.
 COMMAND_S = 30.0
+# Log-probabilities and events of a record, with what one event has beyond them: each is a dict, which takes long.
+MOST_ENTRIES = 512
 
 
 @dataclass(eq=False)
@@ -295,8 +298,8 @@ class FrontConnection:
         # Of the first record on.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Task] = {}
-        # Events that the next turn of the loop sends.
-        self._events: list[protocol.Event] = []
+        # What the next turns of the loop send.
+        self._unsent: deque[protocol.Event | protocol.Scores] = deque()
 
     def receive(self, record: protocol.FromFront) -> None:
         """Takes a record of the front."""
@@ -403,7 +406,7 @@ class FrontConnection:
             mask = (await self._host.grammar.grammar(prompt.form)).mask(prompt.thought)
         try:
             return llm.new_sequence(
-                prompt.ids,
+                prompt.ids.tolist(),
                 params,
                 prompt.block_size,
                 mask=mask,
@@ -445,14 +448,17 @@ class FrontConnection:
             if event.failure is None:
                 self._host.metrics.finish(live.sequence)
             self._host.metrics.forget(live.sequence)
-        if not self._events:
+        if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._events.append(event)
+        if not live.has_begun:
+            live.has_begun, entries = True, live.sequence.request.prompt_entries
+            for first in range(0, len(entries), MOST_ENTRIES):
+                self._unsent.append(protocol.Scores(number, entries[first : first + MOST_ENTRIES]))
+        self._unsent.append(event)
 
     @staticmethod
     def _event(number: int, live: _Live, message: Event) -> protocol.Event:
         request, is_first = live.sequence.request, not live.has_begun
-        live.has_begun = True
         event = protocol.Event(number, message.tokens, message.yielded, message.block_size, message.finish_reason)
         event.logprobs = message.logprobs
         event.proposals = live.sequence.proposals(message)
@@ -460,10 +466,20 @@ class FrontConnection:
             event.failure = protocol.failure_of(message.error)
         if is_first or message.finish_reason is not None:
             event.times, event.cached = request.times, request.cached
-        if is_first:
-            event.prompt_entries = request.prompt_entries
         return event
 
     def _flush(self) -> None:
-        events, self._events = self._events, []
-        self.send(protocol.Events(self._host.engine.engine.runner.clock, self._host.plain_round_s, events))
+        """Sends as much as one turn may."""
+        events, size = list[protocol.Event](), 0
+        while self._unsent and size < MOST_ENTRIES:
+            record = self._unsent.popleft()
+            if isinstance(record, protocol.Scores):
+                self.send(record)
+                size += len(record.entries)
+            else:
+                events.append(record)
+                size += 1 + len(record.logprobs or ())
+        if events:
+            self.send(protocol.Events(self._host.engine.engine.runner.clock, self._host.plain_round_s, events))
+        if self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)

@@ -3,17 +3,19 @@
 OpenAI's shape is ``{"error": {"message", "type", "param", "code"}}``; paths below /v1/messages have Anthropic's.
 """
 
+import json
 import logging
 import uuid
 from collections.abc import Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
-from dflash_jax.json_text import dumped
 
 if TYPE_CHECKING:
     from fastapi.exceptions import RequestValidationError
@@ -71,6 +73,24 @@ class TooLongError(ApiError):
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(400, message, param)
+
+
+def dumped(value: object) -> bytes:
+    """``value`` as JSON in ASCII, since text from clients may have unpaired surrogates. NaN and infinities are null."""
+    try:
+        # A fifth of the time of Python's own module.
+        return to_json(value, ensure_ascii=True, inf_nan_mode="null")
+    except PydanticSerializationError:
+        # An unpaired surrogate.
+        return json.dumps(_without_infinities(value), separators=(",", ":")).encode("ascii")
+
+
+def _without_infinities(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_infinities(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_without_infinities, value))
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 class JsonResponse(Response):

@@ -2,12 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 from dflash_jax.frontend.reasoning import ThoughtTokens
 from dflash_jax.media.parts import MediaPart
@@ -17,11 +16,11 @@ from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.engine_client import RemoteSequence
-from dflash_jax.server.errors import ApiError
+from dflash_jax.server.errors import ApiError, dumped
 from dflash_jax.server.media import url_part
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import EventStream, Later, json_response, large_frame
+from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame_parts
 
 router = APIRouter(route_class=MediaRoute)
 SCHEMES = ("data", "http", "https", "file")
@@ -59,11 +58,6 @@ class Part:
     token_ids: list[int]
     logprobs: list[dict]
     prompt_logprobs: list[dict] | None
-
-    @property
-    def count(self) -> int:
-        """The number of its log-probabilities."""
-        return len(self.logprobs) + len(self.prompt_logprobs or ())
 
 
 def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
@@ -249,13 +243,18 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.Gen
         text = token_text(tokenizer, token)[0] if body.return_text_in_logprobs else None
         return [None if value is None else finite(value), token, text]
 
-    fields: dict[str, list] = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
+    def several(kind: str) -> Iterator[bytes]:
+        return (dumped([triple(t, v) for t, v in e.get(kind, {}).items()] or None) for e in entries)
+
+    fields: dict[str, Iterator[bytes]] = {
+        f"{side}_token_logprobs": (dumped(triple(e["token_id"], e["logprob"])) for e in entries)
+    }
     for kind, is_wanted, name in (
         ("top", body.top_logprobs_num, f"{side}_top_logprobs"),
         ("named", body.token_ids_logprob, f"{side}_token_ids_logprobs"),
     ):
         if is_wanted:
-            fields[name] = [[triple(t, v) for t, v in e.get(kind, {}).items()] or None for e in entries]
+            fields[name] = several(kind)
     return fields
 
 
@@ -282,25 +281,23 @@ async def generate(http: Request, body: native_schema.GenerateRequest):
 
 async def full_response(
     serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
-) -> Response:
+) -> JsonAnswer:
     """Waits for all sequences, then answers."""
     sequences = [text.sequence for text in texts]
     await serving.run(sequences)
 
-    def build() -> list[dict] | dict:
-        answers = []
+    def answers() -> Iterator[dict]:
         for text in texts:
             if text.thought is not None:
                 text.thought.take(text.sequence.token_ids)
-            answers.append(answer(serving, body, text, whole(text), began, text.sequence.request.finish_reason))
-        return answers if several else answers[0]
+            yield answer(serving, body, text, whole(text), began, text.sequence.request.finish_reason)
 
-    return await json_response(sequences, build)
+    return JsonAnswer(answers() if several else next(answers()))
 
 
 async def stream_events(
     serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
-) -> AsyncGenerator[bytes, None]:
+) -> AsyncGenerator[Frame, None]:
     """Yields events, as SGLang's: each has the text and the tokens so far, the last one of a text all of its answer.
 
     Log-probabilities come with the last event only, where they would be repeated otherwise. With
@@ -319,8 +316,5 @@ async def stream_events(
             if not piece.finish_reason:
                 part = replace(part, logprobs=[], prompt_logprobs=None)
         begun.add(i)
-
-        def build(i=i, text=text, part=part, ended=piece.finish_reason) -> dict:
-            return answer(serving, body, text, part, began, ended) | ({"index": i} if several else {})
-
-        yield await large_frame(part.count, build)
+        value = answer(serving, body, text, part, began, piece.finish_reason)
+        yield frame_parts(value | ({"index": i} if several else {}))

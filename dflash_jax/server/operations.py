@@ -26,10 +26,10 @@ from dflash_jax.server.answer_schema import (
 )
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.conversation import converse
-from dflash_jax.server.errors import ApiError, JsonResponse, wants_anthropic
+from dflash_jax.server.errors import ApiError, JsonResponse, dumped, wants_anthropic
 from dflash_jax.server.page_files import page_file
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import json_response
+from dflash_jax.server.stream import JsonAnswer
 
 router = APIRouter(route_class=MediaRoute)
 NOT_READY = {503: {"model": Status}}
@@ -122,11 +122,8 @@ async def tokenize(http: Request, body: chat_schema.TokenizeRequest):
     else:
         ids = await serving.texts.encode(body.prompt or "", "prompt", special=body.add_special_tokens)
 
-    def build() -> dict:
-        names = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": serving.capacity, "tokens": ids, "token_strs": names}
-
-    return await json_response([], build, len(ids))
+    names = (dumped(tokenizer.token(i)) for i in ids) if body.return_token_strs else None
+    return JsonAnswer({"count": len(ids), "max_model_len": serving.capacity, "tokens": ids, "token_strs": names})
 
 
 @router.post("/detokenize", responses={200: {"model": Text}}, response_model=None)

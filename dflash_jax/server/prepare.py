@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
+import numpy as np
 from msgspec.structs import astuple
 
 from dflash_jax import protocol
@@ -13,7 +14,7 @@ from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.reasoning import open_thought
 from dflash_jax.protocol import CallEnd, Form
-from dflash_jax.sampling_params import CLOSE, OPEN, SamplingParams
+from dflash_jax.sampling_params import CLOSE, MAX_BIAS, OPEN, SamplingParams
 from dflash_jax.server import schema
 from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.engine_client import RemoteSequence
@@ -88,8 +89,11 @@ def biases(given: dict[str, float] | None) -> dict[int, float]:
     """``logit_bias`` with token ids as integers.
 
     Raises:
-        ApiError: A key is no token id.
+        ApiError: A key is no token id, or there are too many.
     """
+    if len(given or {}) > MAX_BIAS:
+        message = f"logit_bias has {len(given or {})} tokens: at most {MAX_BIAS} are possible"
+        raise ApiError(400, message, "logit_bias")
     wrong = [token for token in given or {} if not (token.isascii() and token.isdecimal() and len(token) < 20)]
     if wrong:
         names = ", ".join(repr(token[:40]) for token in wrong[:8])
@@ -340,7 +344,7 @@ async def sequences(
         used = (open_thought(prompt, *tags) or 0) if thought == "open" else 0
         bound = ThinkingBudget(max(0, budget - used), *tags, thought == "open", blank)
     shared = protocol.Prompt(
-        list(prompt),
+        np.array(prompt, np.int32),
         protocol.params_fields(params),
         serving.llm.block_size if block_size is None else block_size,
         priority,

@@ -21,8 +21,9 @@ from dflash_jax.server import (
 )
 from dflash_jax.server.answer_schema import Rendered
 from dflash_jax.server.body import MediaRoute
-from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving
+from dflash_jax.server.stream import JsonAnswer
 
 router = APIRouter(route_class=MediaRoute)
 
@@ -55,7 +56,7 @@ async def render_chat(http: Request, body: chat_schema.ChatRequest):
     """The prompt's token ids and the sampling parameters of a chat; invalid chats are refused."""
     serving: Serving = http.app.state.serving
     _, sequences = await chat.prepare_chat(serving, body)
-    return JsonResponse(rendered(serving, body, sequences[0], "chatcmpl"))
+    return JsonAnswer(rendered(serving, body, sequences[0], "chatcmpl"))
 
 
 @router.post("/v1/completions/render", responses={200: {"model": list[Rendered]}}, response_model=None)
@@ -63,7 +64,7 @@ async def render_completions(http: Request, body: schema.CompletionRequest):
     """The prompt's token ids and the sampling parameters of each prompt of a completion."""
     serving: Serving = http.app.state.serving
     sequences = await completions.prepare_completions(serving, body)
-    return JsonResponse([rendered(serving, body, sequence, "cmpl") for sequence in sequences[:: body.n or 1]])
+    return JsonAnswer(rendered(serving, body, sequence, "cmpl") for sequence in sequences[:: body.n or 1])
 
 
 @router.post("/invocations", response_model=None)

@@ -11,7 +11,7 @@ import sqlite3
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -80,15 +80,18 @@ class StoredResponse:
     input: bytes
     run: str | None = None
 
-    @property
-    def items(self) -> list[bytes]:
-        """Each item of ``input`` as JSON."""
-        return self.input.splitlines()
-
-    @property
-    def count(self) -> int:
-        """Number of `items`."""
-        return self.input.count(b"\n") + 1
+    def places(self, from_end: bool = False) -> Iterator[tuple[int, int]]:
+        """Yields where each item of ``input`` begins and ends, the last item first if ``from_end``."""
+        begin, end = 0, len(self.input)
+        while from_end and end >= 0:
+            begin = self.input.rfind(b"\n", 0, end) + 1
+            yield begin, end
+            end = begin - 1
+        while begin <= end:
+            stop = self.input.find(b"\n", begin)
+            stop = end if stop < 0 else stop
+            yield begin, stop
+            begin = stop + 1
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
-from starlette.responses import Response as HttpResponse
 
 from dflash_jax.server import chat_schema, responses_schema
 from dflash_jax.server.answer_schema import Response
@@ -21,7 +20,6 @@ from dflash_jax.server.responses_output import Output, envelope, final_value
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import (
     earlier_items,
-    earlier_response,
     head,
     holds_media,
     least_characters,
@@ -29,7 +27,7 @@ from dflash_jax.server.stored_responses import (
     stored_items,
     stored_response,
 )
-from dflash_jax.server.stream import EventStream, Later, frame, json_response, large_frame, logprob_count
+from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame, frame_parts
 
 router = APIRouter(route_class=MediaRoute)
 
@@ -41,12 +39,12 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     store = serving.response_store
     if body.store and not store.size:
         raise ApiError(400, "store: this server stores no responses (--response-store 0)", "store")
-    entry = await earlier_response(http, body)
-    if entry is None or entry.count <= STEP_ITEMS:
-        talk, sequences, stored = await prepare_response(http, body, entry)
+    earlier = await earlier_items(http, body)
+    if len(earlier) <= STEP_ITEMS:
+        talk, sequences, stored = await prepare_response(http, body, earlier)
     else:
-        with await serving.long_conversations.take(entry.count):
-            talk, sequences, stored = await prepare_response(http, body, entry)
+        with await serving.long_conversations.take(len(earlier)):
+            talk, sequences, stored = await prepare_response(http, body, earlier)
     context = current()
     name = context.choose_id("resp_")
     context.answer_id = body.request_id or name
@@ -60,18 +58,16 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
 
     events = response_events(serving, talk, sequences[0], value, store_response)
     answer = (
-        EventStream(event_frames(events, sequences), last=b"", error=error_frame).start()
-        if body.stream
-        else full_response(events, sequences)
+        EventStream(event_frames(events), last=b"", error=error_frame).start() if body.stream else full_response(events)
     )
     # The answer repeats tools and metadata of the parsed body, and the store's entry has the conversation.
     return Later(http, answer, keeps_parsed=True)
 
 
 async def prepare_response(
-    http: Request, body: responses_schema.ResponsesRequest, entry: StoredResponse | None
+    http: Request, body: responses_schema.ResponsesRequest, earlier: list[bytes]
 ) -> tuple[Conversation, list[RemoteSequence], bytes]:
-    """Prepares a request after the response ``entry``.
+    """Prepares a request after the items ``earlier``.
 
     Returns:
         The conversation, its sequence, and its items in their stored form. The parsed items are garbage then.
@@ -80,10 +76,6 @@ async def prepare_response(
         ApiError: The request is invalid.
     """
     serving: Serving = http.app.state.serving
-    earlier = []
-    if entry is not None:
-        async with serving.long_step(entry.nbytes):
-            earlier = earlier_items(entry)
     input_items = (
         [responses_schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     )
@@ -95,9 +87,9 @@ async def prepare_response(
     async def as_chat_of(places: Sequence[int]) -> chat_schema.ChatRequest:
         """The chat request of the items at these places. Each item is parsed once, and only if it is needed."""
         missing = [i for i in places if i < count and i not in parsed]
-        async for step in serving.in_steps(missing):
-            async with serving.long_step(sum(len(earlier[i]) for i in step)):
-                parsed.update((i, responses_schema.InputItem(**loaded(earlier[i]))) for i in step)
+        async for i in serving.in_steps(missing):
+            async with serving.long_step(len(earlier[i])):
+                parsed[i] = responses_schema.InputItem(**loaded(earlier[i]))
         await serving.turn()
         return as_chat(
             body, [parsed[i] if i < count else input_items[i - count] for i in places], sum(i < count for i in places)
@@ -106,15 +98,16 @@ async def prepare_response(
     places: Sequence[int] = range(count + len(input_items))
     try:
         if body.truncation == "auto":
-            if any(map(takes_media, input_items)) or any(map(holds_media, earlier)):
-                raise ApiError(400, "truncation: auto is not possible with images and videos", "truncation")
             # Validates the input first, so that errors name its items as they were sent.
             as_chat(body, input_items)
-            heads = []
-            async for items in serving.in_steps(earlier):
-                heads += [responses_schema.InputItem(**head(item)) for item in items]
-            heads += input_items
-            sizes = [*map(least_characters, earlier), *map(characters, input_items)]
+            heads, sizes, has_media = [], [], any(map(takes_media, input_items))
+            async for item in serving.in_steps(earlier):
+                heads.append(responses_schema.InputItem(**head(item)))
+                sizes.append(least_characters(item))
+                has_media = has_media or holds_media(item)
+            if has_media:
+                raise ApiError(400, "truncation: auto is not possible with images and videos", "truncation")
+            heads, sizes = [*heads, *input_items], [*sizes, *map(characters, input_items)]
             places = await kept_items(serving, heads, sizes, as_chat_of)
         if len(places) > serving.limits.objects:
             message = f"the conversation has {len(places)} items: at most {serving.limits.objects} are possible"
@@ -129,27 +122,23 @@ async def prepare_response(
     return talk, sequences, stored
 
 
-async def full_response(events: AsyncGenerator[dict, None], sequences: Sequence[RemoteSequence]) -> HttpResponse:
+async def full_response(events: AsyncGenerator[dict, None]) -> JsonAnswer:
     """Waits for all events, then answers."""
     async for event in events:
         last = event
     if last["type"] == "response.failed":
         raise last["cause"]
-    return await json_response(sequences, lambda: last["response"])
+    return JsonAnswer(last["response"])
 
 
-async def event_frames(
-    events: AsyncGenerator[dict, None], sequences: Sequence[RemoteSequence]
-) -> AsyncGenerator[bytes, None]:
+async def event_frames(events: AsyncGenerator[dict, None]) -> AsyncGenerator[Frame, None]:
     """Yields events as frames, with their sequence numbers."""
     number = 0
     async for event in events:
         event.pop("cause", None)
         event["sequence_number"] = number
         number += 1
-        # All events but deltas may have the log-probabilities of the whole text.
-        count = 0 if event["type"].endswith(".delta") else logprob_count(sequences)
-        yield await large_frame(count, lambda event=event: event, event["type"])
+        yield frame_parts(event, event["type"])
 
 
 def error_frame(error: ApiError, number: int = 0) -> bytes:

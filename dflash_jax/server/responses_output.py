@@ -1,6 +1,6 @@
 """Answers of ``/v1/responses``: the response object, its items, and the events that report them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import responses_schema
@@ -90,12 +90,12 @@ class Output:
             events.append(self._event("response.content_part.added", content_index=0, part=copied))
         return events
 
-    def _grow(self, kind: str, text: str, logprobs: Sequence[dict] = ()) -> list[dict]:
+    def _grow(self, kind: str, text: str, logprobs: Iterable[bytes] = ()) -> list[dict]:
         self._texts.append(text)
         more = {}
         if kind == "output_text":
-            self.items[-1]["content"][0]["logprobs"] += logprobs
             more["logprobs"] = list(logprobs)
+            self.items[-1]["content"][0]["logprobs"] += more["logprobs"]
         return [self._event(f"response.{kind}.delta", content_index=0, delta=text, **more)]
 
     def close(self, status: str = "completed") -> list[dict]:

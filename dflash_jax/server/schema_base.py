@@ -1,6 +1,7 @@
 """The base of request schemas: how strictly fields are read, and which ones are ignored."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -39,6 +40,14 @@ def not_supported(field: str, known: Iterable[str]) -> PydanticCustomError:
     return wrong(field, f"is not supported{hint and f': {hint}'}", "unknown_field")
 
 
+@cache
+def _fields(model: type[BaseModel]) -> dict[str, bool]:
+    """The names and aliases of a model's fields, and whether null is no default there."""
+    fields = model.model_fields.items()
+    names = {field.alias: True for _, field in fields if field.alias is not None}
+    return names | {name: field.is_required() for name, field in fields}
+
+
 class Strict(BaseModel):
     """A model that refuses unknown fields."""
 
@@ -50,10 +59,10 @@ class Strict(BaseModel):
         """Refuses an unknown field; drops nulls where a field has a default."""
         if not isinstance(given, dict):
             return given
-        known = {each for name, field in cls.model_fields.items() for each in (name, field.alias)}
-        if unknown := next((name for name in given if name not in known), None):
+        known = _fields(cls)
+        if (unknown := next((name for name in given if name not in known), None)) is not None:
             raise not_supported(unknown, [field.alias or name for name, field in cls.model_fields.items()])
-        return {name: value for name, value in given.items() if not cls._is_default(name, value)}
+        return {name: value for name, value in given.items() if value is not None or known[name]}
 
     @classmethod
     def _is_default(cls, name: str, value: Any) -> bool:

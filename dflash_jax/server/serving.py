@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from time import thread_time
+from typing import TypeVar
 
 from dflash_jax.errors import EngineError
 from dflash_jax.frontend.prompts import Prompts
@@ -21,11 +23,15 @@ from dflash_jax.server.response_store import Responses, ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
 
+T = TypeVar("T")
+
 # SGLang's name for the one model of a server.
 ANY_MODEL = "default"
-# Items of a conversation that are parsed or written in one step.
+# Processor time of a step through many items, in seconds.
+STEP_S = 0.004
+# Items of a long conversation.
 STEP_ITEMS = 512
-# Stored items of conversations that are parsed at a time, of those that have more than `STEP_ITEMS`. Each is several
+# Stored items of long conversations that are parsed at a time. Each is several
 # objects in up to three forms, and a collection of garbage, which stops all threads, takes 0.1 s for a million objects.
 LONG_ITEMS = 2**14
 # Requests that may wait for them.
@@ -152,11 +158,14 @@ class Serving:
         finally:
             loop.call_later(loop.time() - began, share.release)
 
-    async def in_steps(self, items: Sequence) -> AsyncIterator[Sequence]:
-        """Yields parts of many items, with a `turn` before each part."""
-        for first in range(0, len(items), STEP_ITEMS):
-            await self.turn()
-            yield items[first : first + STEP_ITEMS]
+    async def in_steps(self, items: Iterable[T]) -> AsyncIterator[T]:
+        """Yields items, with a `turn` whenever what is done with them has taken the processor time of a step."""
+        until = 0.0
+        for item in items:
+            if thread_time() >= until:
+                await self.turn()
+                until = thread_time() + STEP_S
+            yield item
 
     @property
     def name(self) -> str:
@@ -259,8 +268,10 @@ class Serving:
                     i = places[place]
                     for piece in spacings[i].push(events):
                         yield i, piece
-                        await run.record(i, sequences[i], piece)
-                        await asyncio.sleep(0)
+                        if run.key is not None:
+                            await run.record(i, sequences[i], piece)
+                        if inbox.has_some:
+                            await asyncio.sleep(0)
                     if events[-1].finish_reason is not None:
                         del spacings[i]
         except EngineError:

@@ -3,22 +3,21 @@
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic_core import PydanticSerializationError, from_json, to_json
-from starlette.responses import Response as HttpResponse
+from pydantic_core import from_json
 
-from dflash_jax.json_text import dumped
 from dflash_jax.media.parts import TYPES
 from dflash_jax.server import responses_schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
-from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.content import has_media, text_of
-from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.errors import ApiError, JsonResponse, dumped
 from dflash_jax.server.request_context import current
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving
+from dflash_jax.server.stream import JsonAnswer
 
 router = APIRouter()
 # Keys of long values. All keys that `truncation` reads precede them.
@@ -46,22 +45,21 @@ async def stored_entry(http: Request, response_id: str, param: str | None = None
     return entry
 
 
-async def earlier_response(http: Request, body: responses_schema.ResponsesRequest) -> StoredResponse | None:
-    """The response that a request continues; None for a first turn. Its bytes count as those of the request's body.
+async def earlier_items(http: Request, body: responses_schema.ResponsesRequest) -> list[bytes]:
+    """The items of all turns before a request, each as JSON, so that only items that the turn needs are parsed.
+
+    Their bytes count as those of the request's body.
 
     Raises:
-        ApiError: There is none, or it exceeds the memory for bodies.
+        ApiError: The response that it continues is not there, or exceeds the memory for bodies.
     """
     if body.previous_response_id is None:
-        return None
+        return []
+    serving: Serving = http.app.state.serving
     entry = await stored_entry(http, body.previous_response_id, "previous_response_id")
     http.state.body.reserve(entry.nbytes)
-    return entry
-
-
-def earlier_items(entry: StoredResponse) -> list[bytes]:
-    """The items of all earlier turns, each as JSON, so that only items that the turn needs are parsed."""
-    return entry.items + [_dumped(item) for item in loaded(entry.response)["output"]]
+    items = [entry.input[begin:end] async for begin, end in serving.in_steps(entry.places())]
+    return items + [dumped(item) for item in loaded(entry.response)["output"]]
 
 
 def head(item: bytes) -> dict:
@@ -93,13 +91,6 @@ def loaded(item: bytes) -> dict:
         return json.loads(item)
 
 
-def _dumped(item: dict) -> bytes:
-    try:
-        return to_json(item, ensure_ascii=True, inf_nan_mode="null")
-    except PydanticSerializationError:
-        return dumped(item)
-
-
 async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[responses_schema.InputItem]) -> bytes:
     """The conversation in its stored form.
 
@@ -112,14 +103,8 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[r
         ApiError: The conversation has more bytes than a body may have. Its text can still be short, since templates
             drop old thoughts.
     """
-    lines, size, written = list(earlier), sum(map(len, earlier)), 0
-    async for items in serving.in_steps(given):
-        for item in items:
-            lines.append(_dumped(_item(item)))
-            before, written = written, written + len(lines[-1])
-            if before // STEP_BYTES < written // STEP_BYTES:
-                await serving.turn()
-    if (size := size + written) > (most := serving.most_body_bytes("/v1/responses")):
+    lines = earlier + [dumped(_item(item)) async for item in serving.in_steps(given)]
+    if (size := sum(map(len, lines))) > (most := serving.most_body_bytes("/v1/responses")):
         raise ApiError(400, f"the conversation has {size} bytes: at most {most} are possible", "input")
     async with serving.long_step(size):
         return b"\n".join(lines)
@@ -162,7 +147,7 @@ async def retrieve(http: Request, response_id: str, stream: bool = False):
     """A stored response."""
     if stream:
         raise ApiError(400, "stream: only background responses can be streamed again, and there are none", "stream")
-    return HttpResponse((await stored_entry(http, response_id)).response, media_type="application/json")
+    return JsonAnswer((await stored_entry(http, response_id)).response)
 
 
 @router.delete("/v1/responses/{response_id}", responses={200: {"model": DeletedResponse}}, response_model=None)
@@ -189,15 +174,14 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
 ):
     """The items before a response, those of earlier turns included."""
-    items = (await stored_entry(http, response_id)).items
-    if order == "desc":
-        items.reverse()
+    entry = await stored_entry(http, response_id)
+    items = entry.places(from_end=order == "desc")
     if after is not None:
-        start = next((i + 1 for i, item in enumerate(items) if loaded(item)["id"] == after), None)
-        if start is None:
+        # The id is the first key of each item.
+        begin = b'{"id":%b,' % dumped(after)
+        if not any(entry.input.startswith(begin, place) for place, _ in items):
             raise ApiError(404, f"after is {after!r}: there is no such item", "after")
-        items = items[start:]
-    page = [loaded(item) for item in items[:limit]]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    more = len(items) > limit
-    return JsonResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+    page = [entry.input[place:end] for place, end in islice(items, limit)]
+    first, last = (head(page[0])["id"], head(page[-1])["id"]) if page else (None, None)
+    names = {"first_id": first, "last_id": last, "has_more": next(items, None) is not None}
+    return JsonAnswer({"object": "list", "data": iter(page), **names})

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.server import body, completions, prepare, stream, texts
+from dflash_jax.server import body, prepare, stream, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.limits import Limits
-from dflash_jax.server.stream import json_pieces
+from dflash_jax.server.stream import json_parts, pieces
 from dflash_jax.server.texts import Texts
 from tests.server.conftest import TOOL, wait_until
 from tests.server.test_robust import HI, JSON
@@ -36,16 +36,16 @@ JSON_IN_JSON = "[" + "1," * 300_000 + "1]"
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": JSON_IN_JSON}}
 
 
-def numbers(value: object) -> tuple[int, int]:
-    """(values, objects) inside of a value, and those that hold some count as well."""
+def numbers(value: object) -> tuple[int, int, int]:
+    """(values, objects, their fields) inside of a value, and those that hold some count as well."""
     if isinstance(value, dict):
-        inner, own, objects = list(value.values()), max(len(value), 1), 1
+        inner, own = list(value.values()), (max(len(value), 1), 1, len(value))
     elif isinstance(value, list):
-        inner, own, objects = value, max(len(value), 1), 0
+        inner, own = value, (max(len(value), 1), 0, 0)
     else:
-        return 0, 0
-    each = [numbers(v) for v in inner]
-    return own + sum(e[0] for e in each), objects + sum(e[1] for e in each)
+        return 0, 0, 0
+    values, objects, fields = (sum(counts) for counts in zip(own, *map(numbers, inner), strict=True))
+    return values, objects, fields
 
 
 @given(VALUES, st.booleans(), st.integers(1, 64))
@@ -54,8 +54,8 @@ def test_values_and_depth_are_counted_at_any_step(value, ascii_only, step):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "STEP_BYTES", step)
         seen = list(counts(text))
-    assert (seen or [(0, 0, 0)])[-1][:2] == numbers(value)
-    assert not ascii_only or not any(each[2] for each in seen)
+    assert (seen or [(0, 0, 0, 0)])[-1][:3] == numbers(value)
+    assert not ascii_only or not any(each[3] for each in seen)
 
 
 @given(st.lists(st.text(alphabet='ab"\\\\é', max_size=40), max_size=8), st.integers(1, 64))
@@ -63,23 +63,38 @@ def test_strings_beyond_ascii_are_counted_as_a_whole_at_any_step(given_texts, st
     text = json.dumps(given_texts, ensure_ascii=False).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "STEP_BYTES", step)
-        found = (counts(text) or [(0, 0, 0)])[-1][2]
+        found = (counts(text) or [(0, 0, 0, 0)])[-1][3]
     # Escapes are left out where a step has a quote.
     least = sum(len(each.replace("\\", "").replace('"', "").encode()) for each in given_texts if not each.isascii())
     most = sum(len(json.dumps(each, ensure_ascii=False).encode()) - 2 for each in given_texts if not each.isascii())
     assert least <= found <= most
 
 
-def counts(text: bytes) -> list[tuple[int, int, int]]:
-    async def every() -> list[tuple[int, int, int]]:
+def counts(text: bytes) -> list[tuple[int, int, int, int]]:
+    async def every() -> list[tuple[int, int, int, int]]:
         return [found async for found in body._counted(text)]
 
     return asyncio.run(every())
 
 
-@given(VALUES)
-def test_an_answer_in_pieces_is_the_same(value):
-    assert b"".join(json_pieces(value)) == JsonResponse(value).body
+@given(VALUES, st.integers(1, 64), st.sampled_from([0.0, 1e9]))
+def test_an_answer_in_pieces_of_any_size_is_the_same(value, nbytes, seconds):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "PIECE_BYTES", nbytes)
+        patch.setattr(stream, "PIECE_S", seconds)
+        found = list(pieces(json_parts(value)))
+    assert b"".join(found) == JsonResponse(value).body
+    assert max(map(len, found)) < 2 * nbytes
+
+
+@given(st.lists(VALUES))
+def test_elements_that_are_made_late_or_are_json_already_are_the_same(values):
+    def elements():
+        for value in values:
+            yield b""
+            yield JsonResponse(value).body if len(values) % 2 else value
+
+    assert b"".join(json_parts({"x": elements(), "y": iter(())})) == JsonResponse({"x": values, "y": []}).body
 
 
 @pytest.mark.parametrize("text", [b"\\" * 10**5, b'"' * 10**5, b'\\"' * 10**5, b"[" * 10**5, b'"' + b"\\" * 10**5])
@@ -96,6 +111,8 @@ TOO_MUCH = {
     "ids for SGLang's": ("/generate", {"input_ids": [5] * 200_000}, "input_ids"),
     "a message": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 10**6}]}, "messages"),
     "messages": ("/v1/chat/completions", {"messages": HI * 50_000}, None),
+    "fields": ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(70_000)), 1)}, None),
+    "biases": ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"),
     "parts": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 50_000}]},
@@ -193,7 +210,7 @@ def test_longest_token_bounds_the_bytes_of_every_token():
 
 
 def test_logprobs_of_a_long_prompt(quiet):
-    """Made on a thread: the same as in parts."""
+    """The same as those of its beginning alone."""
     ids = [5 + i % 200 for i in range(600)]
     ask = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "echo": True, "logprobs": 3, "temperature": 0}
     choice = quiet.post("/v1/completions", **ask).json()["choices"][0]
@@ -205,10 +222,10 @@ def test_logprobs_of_a_long_prompt(quiet):
         assert all(a[k]["logprob"] == pytest.approx(b[k]["logprob"], abs=1e-4) for k in a)
 
 
-@pytest.mark.parametrize("few", [0, 10**6])
-def test_responses_with_many_logprobs(quiet, monkeypatch, few):
-    """Made on a thread or not, the same events and the same answer."""
-    monkeypatch.setattr(stream, "FEW", few)
+@pytest.mark.parametrize("nbytes", [64, 2**16])
+def test_responses_with_many_logprobs(quiet, monkeypatch, nbytes):
+    """In many pieces or few, the same events and the same answer."""
+    monkeypatch.setattr(stream, "PIECE_BYTES", nbytes)
     fields = {"input": "hi", "top_logprobs": 2, "max_output_tokens": 40, "temperature": 0}
     fields["chat_template_kwargs"] = {"enable_thinking": False}
     found = quiet.post("/v1/responses", **fields)
@@ -262,18 +279,6 @@ def test_json_inside_of_json_is_not_read(quiet, monkeypatch, fields, param):
     assert found.status_code == 400
     assert param in (found.json()["error"]["param"], found.json()["error"]["message"].partition(" ")[0])
     assert len(JSON_IN_JSON) not in read
-
-
-def test_an_echo_is_made_on_a_thread(quiet, monkeypatch):
-    """Decoding 2,000 prompts of 2,000 tokens takes a minute."""
-    threads, opening = [], completions.opening
-    monkeypatch.setattr(
-        completions, "opening", lambda *args: threads.append(threading.current_thread().name) or opening(*args)
-    )
-    found = quiet.post("/v1/completions", prompt=[5] * 300, n=2, max_tokens=0, echo=True)
-    assert found.status_code == 200
-    assert len(threads) == 2
-    assert all(name.startswith("answers") for name in threads)
 
 
 LARGE = 2**20

@@ -244,8 +244,8 @@ def test_unknown_fields_may_be_let_through_with_a_note(lax, quiet, caplog):
     assert quiet.post("/v1/chat/completions", messages=MESSAGES, best_guess=1).status_code == 400
 
 
-def test_a_hundred_thousand_unknown_fields(lax, quiet):
-    many = {f"{'x' * 50}{i}": i for i in range(100_000)} | {"max_tokens": 2, "prompt": "def f("}
+def test_tens_of_thousands_of_unknown_fields(lax, quiet):
+    many = {f"{'x' * 50}{i}": i for i in range(60_000)} | {"max_tokens": 2, "prompt": "def f("}
     found = lax.post("/v1/completions", **many)
     assert found.status_code == 200
     assert len(found.headers["x-dflash-note"]) <= 300
