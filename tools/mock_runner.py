@@ -170,6 +170,7 @@ class MockRunner(MockCopies, ModelRunner):
 
     def _clear(self) -> None:
         self.rows = [Row() for _ in range(self.slots)]
+        self._proposed = None
 
     @property
     def clock(self) -> float:
@@ -203,16 +204,19 @@ class MockRunner(MockCopies, ModelRunner):
 
     def admit(self, slot: int, request: Request) -> None:
         """See `ModelRunner.admit`."""
+        self._proposed = None
         self.rows[slot] = Row(
             request.params.seed or 0, request.resumed, request.need - len(request.prompt), request.stops
         )
 
     def prefill(self, slots, tokens, size, batch=1, drafting=True, media=None) -> Any:
         """See `ModelRunner.prefill`."""
+        self._proposed = None
         return self.work(self.prefill_s * size * batch)
 
     def decode(self, dispatch: Dispatch) -> Any:
         """See `ModelRunner.decode`."""
+        self._proposed = None
         slots = zip(dispatch.slots, dispatch.block_sizes, strict=True)
         return self._started([self.rounds(slot, size, dispatch.rounds) for slot, size in slots])
 
@@ -231,15 +235,22 @@ class MockRunner(MockCopies, ModelRunner):
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks) -> Any:
         """See `ModelRunner.decode_masked`."""
-        self.wait(self.work(PROPOSING * self.round_s))
-        blocks = masks.ask(self.propose(dispatch))
+        proposed, self._proposed = self._proposed, None
+        ticket = proposed[1] if proposed is not None and proposed[0] == dispatch else self.propose(dispatch)
+        blocks = masks.ask(self.read_blocks(ticket))
         verified = self.work((1 - PROPOSING) * self.round_s)
         allowed, is_late = masks.answer(lambda: self.time.has_come(verified))
         tokens, yielded, done = (list(v) for v in zip(*self.drawn(dispatch, blocks, allowed, is_late), strict=True))
         return self.work(0.0), Outcome(tokens, yielded, done, None)
 
-    def propose(self, dispatch: Dispatch) -> np.ndarray:
-        """See `ModelRunner.propose`: the drafts are the slots' texts."""
+    def propose(self, dispatch: Dispatch) -> Any:
+        """See `ModelRunner.propose`."""
+        return self.work(PROPOSING * self.round_s), dispatch
+
+    def read_blocks(self, ticket: Any) -> np.ndarray:
+        """See `ModelRunner.read_blocks`: the drafts are the slots' texts."""
+        done, dispatch = ticket
+        self.wait(done)
         size, rows = dispatch.speculation.block_size, [self.rows[slot] for slot in dispatch.slots]
         # The last known token is not looked at.
         return np.array([[0, *self.text(row.seed, row.known, size - 1)] for row in rows], np.int32)

@@ -86,6 +86,8 @@ class Engine:
         )
         self._free = list(range(self.runner.slots))
         self._tickets: deque[StepTicket] = deque()
+        # The step that was read last, whose events are not made yet.
+        self._outcome: tuple[StepTicket, Outcome] | None = None
         # Events of ends outside of the results, returned by the next step.
         self._events: list[Event] = []
         self._last_done = 0.0
@@ -439,8 +441,10 @@ class Engine:
     def _decode(self) -> tuple[list[Request], Dispatch | None, object]:
         """Starts a dispatch: (its batch, the dispatch, the runner's ticket)."""
         if any(r.mask for r in self._scheduler.requests):
-            # A mask depends on all tokens before it.
-            self._events += self._collect(keep=0)
+            # A mask depends on all tokens before it. The events of the last step wait until the device has work.
+            self._events += self._collect(keep=1)
+            if self._tickets:
+                self._events += self._read()
         can_mask = self._scheduler.can_mask()
         late = [r for r in self._scheduler.requests if r.mask and not (can_mask and not self._masking.is_late(r))]
         absent = [r for r in self._scheduler.requests if not r.is_resident]
@@ -456,6 +460,7 @@ class Engine:
             if not any(r in absent for r in batch):
                 break
         if not batch:
+            self._events += self._rest()
             if late and not self._prefiller:
                 self._masking.wait(late, WAIT_S)
             return [], None, None
@@ -464,9 +469,15 @@ class Engine:
             request.ahead += dispatch.most_tokens
         if any(r.mask for r in batch):
             # Prefill does not wait for masks either.
-            masks = RoundOfMasks(self._masking, batch, 0.0 if self._prefiller else MASK_WAIT_S)
-            return batch, dispatch, self.runner.decode_masked(dispatch, masks)
-        return batch, dispatch, self.runner.decode(dispatch)
+            wait_s = 0.0 if self._prefiller else MASK_WAIT_S
+            masks = RoundOfMasks(self._masking, batch, wait_s, lambda: self._events.extend(self._rest()))
+            handle = self.runner.decode_masked(dispatch, masks)
+            if not self._prefiller and all(r.finish_reason is None for r in batch):
+                self.runner.propose_next(dispatch)
+            return batch, dispatch, handle
+        handle = self.runner.decode(dispatch)
+        self._events += self._rest()
+        return batch, dispatch, handle
 
     def _cover(self, request: Request, dispatch: Dispatch) -> bool:
         """Gives a request the pages that a dispatch may write; False where they are missing."""
@@ -479,32 +490,63 @@ class Engine:
         """Reads the results of all steps but the last ``keep``."""
         events = []
         while len(self._tickets) > keep:
-            ticket = self._tickets.popleft()
-            began = self.runner.clock
-            for request, handle in ticket.prefills:
-                if request.prompt_logprobs is None or len(request.prompt_entries) == len(request.prompt) - 1:
-                    self.runner.wait(handle)
-                else:
-                    take_scores(request, self.runner.read_scores(handle))
-                if isnan(request.times.first_token):
-                    request.times = replace(request.times, prefilled=self.runner.clock)
-            if ticket.dispatch is None:
-                self.statistics.wait_s += self.runner.clock - began
-                self._last_done = self.runner.clock
-                continue
-            with_logprobs = any(r.params.wants_logprobs and r.finish_reason is None for r in ticket.batch)
-            outcome = self.runner.read(ticket.handle, with_logprobs)
-            done = self.runner.clock
-            self.statistics.wait_s += done - began
-            self._measure(ticket, outcome, done)
-            self._last_done = done
-            for i, request in enumerate(ticket.batch):
-                request.ahead -= ticket.dispatch.most_tokens
-                if request.finish_reason is None:
-                    self._turns.spend(request.client, NEW_TOKEN * len(outcome.tokens[i]))
-                    block_size, drafter = ticket.dispatch.block_sizes[i], ticket.dispatch.speculation.drafter
-                    events += self._results.events(request, outcome, i, block_size, drafter)
+            events += self._read() + self._rest()
         return events
+
+    def _read(self) -> list[Event]:
+        """Reads the results of the oldest step: masks advance, and requests that end have their events.
+
+        `_rest` has the other events.
+        """
+        assert self._outcome is None, "the rest of the last results is not taken"
+        ticket, began, events = self._tickets.popleft(), self.runner.clock, []
+        for request, handle in ticket.prefills:
+            if request.prompt_logprobs is None or len(request.prompt_entries) == len(request.prompt) - 1:
+                self.runner.wait(handle)
+            else:
+                take_scores(request, self.runner.read_scores(handle))
+            if isnan(request.times.first_token):
+                request.times = replace(request.times, prefilled=self.runner.clock)
+        if ticket.dispatch is None:
+            self.statistics.wait_s += self.runner.clock - began
+            self._last_done = self.runner.clock
+            return events
+        with_logprobs = any(r.params.wants_logprobs and r.finish_reason is None for r in ticket.batch)
+        outcome = self.runner.read(ticket.handle, with_logprobs)
+        done = self.runner.clock
+        self.statistics.wait_s += done - began
+        self._measure(ticket, outcome, done)
+        self._last_done, self._outcome = done, (ticket, outcome)
+        for i, request in enumerate(ticket.batch):
+            tokens = outcome.tokens[i]
+            if request.finish_reason is None and tokens:
+                try:
+                    self._results.advance_mask(request, tokens)
+                except Exception as e:
+                    # The request is at fault, not the device: the others go on.
+                    events.append(self._end(request, "error", error=as_failure(e)))
+                    continue
+                if outcome.done[i] or tokens[-1] < 0:
+                    events += self._events_of(ticket, outcome, i)
+        return events
+
+    def _rest(self) -> list[Event]:
+        """The events of the results that were read last, of requests that go on."""
+        if self._outcome is None:
+            return []
+        (ticket, outcome), self._outcome, events = self._outcome, None, []
+        for i, request in enumerate(ticket.batch):
+            assert ticket.dispatch is not None, "a step without decoding has no outcome"
+            request.ahead -= ticket.dispatch.most_tokens
+            if request.finish_reason is None:
+                events += self._events_of(ticket, outcome, i)
+        return events
+
+    def _events_of(self, ticket: StepTicket, outcome: Outcome, i: int) -> list[Event]:
+        assert ticket.dispatch is not None, "a step without decoding has no outcome"
+        self._turns.spend(ticket.batch[i].client, NEW_TOKEN * len(outcome.tokens[i]))
+        block_size, drafter = ticket.dispatch.block_sizes[i], ticket.dispatch.speculation.drafter
+        return self._results.events(ticket.batch[i], outcome, i, block_size, drafter)
 
     def _measure(self, ticket: StepTicket, outcome: Outcome, done: float) -> None:
         """Counts a step's dispatch, and measures its rounds where the device did nothing else."""

@@ -53,7 +53,7 @@ KEPT = frozenset(("verify", "save", "snapshot", "to_host", "to_device"))
 METHODS = KEPT | {"reset", "admit_packed", "prefill", "recompute", "score", "decode", "propose", "finish"}
 METHODS |= {"next_token_scores", "set_tables", "load", "restore"}
 # Those that wait for results, which the leader alone reads.
-WAITS = ("wait", "read", "read_scores")
+WAITS = ("wait", "read", "read_scores", "read_blocks")
 BEGIN, NEW = "begin", "new"
 
 

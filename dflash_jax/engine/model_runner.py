@@ -69,7 +69,7 @@ class ModelRunner:
 
     def _clear(self) -> None:
         # The old state is freed first.
-        self._state = None
+        self._state, self._proposed = None, None
         self._state = self.programs.empty(self.slots, self.capacity, self.settings, self._pages)
 
     @property
@@ -85,6 +85,8 @@ class ModelRunner:
 
     def _change(self, step: Step, *args: Any, **static: Any) -> Any:
         """Runs a step that changes the state: its result."""
+        if step is not steps.set_tables:
+            self._proposed = None
         self.state, result = self.programs.run(step, self.state, *args, **static)
         return result
 
@@ -345,16 +347,29 @@ class ModelRunner:
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
         """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
-        blocks = masks.ask(self.propose(dispatch))
+        proposed = self._proposed
+        ticket = proposed[1] if proposed is not None and proposed[0] == dispatch else self.propose(dispatch)
+        blocks = masks.ask(self.read_blocks(ticket))
         verified = self.verify(dispatch, blocks)
         allowed, is_late = masks.answer(lambda: jax.tree.leaves(verified)[0].is_ready())
         return self.finish(dispatch, blocks, allowed, is_late, verified)
 
-    def propose(self, dispatch: Dispatch) -> np.ndarray:
-        """First part of a round with masks: int32 [slots, block], the last known token and the drafts after it."""
+    def propose_next(self, dispatch: Dispatch) -> None:
+        """Starts to propose for a round with masks, while the host reads the last one.
+
+        `decode_masked` takes the proposal where it has the same dispatch, and the slots are as they are now.
+        """
+        self._proposed = dispatch, self.propose(dispatch)
+
+    def propose(self, dispatch: Dispatch):
+        """First part of a round with masks: a ticket for `read_blocks`."""
         indices, block_sizes, places = self._batch(dispatch)
         settings = self._settings(dispatch.speculation)
-        block = self.programs.run(steps.propose, self.state, indices, block_sizes, settings=settings)
+        return self.programs.run(steps.propose, self.state, indices, block_sizes, settings=settings), places
+
+    def read_blocks(self, ticket) -> np.ndarray:
+        """Waits for a proposal: int32 [slots, block], the last known token and the drafts after it."""
+        block, places = ticket
         return self.programs.read(block)[places]
 
     def verify(self, dispatch: Dispatch, blocks: np.ndarray):

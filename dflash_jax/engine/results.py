@@ -72,8 +72,6 @@ class Results:
         if isnan(request.times.first_token):
             request.times = replace(request.times, first_token=self._runner.clock)
         try:
-            if request.mask is not None:
-                self.advance_mask(request, tokens)
             count = request.monitor(tokens) if request.monitor else None
         except Exception as e:
             # The request is at fault, not the device: the others go on.
@@ -99,9 +97,14 @@ class Results:
         return self._end(request, reason, tokens=tokens, yielded=yielded, logprobs=entries, block_size=block_size)
 
     def advance_mask(self, request: Request, tokens: Sequence[int]) -> None:
-        """Advances the masks of a request that has some by tokens. May raise what `MaskProvider.take` raises."""
-        assert request.mask is not None, "a request without masks"
-        request.mask.take(tokens)
+        """Advances a request's masks, if it has some, by tokens; a negative one is a fault.
+
+        May raise what `MaskProvider.take` raises.
+        """
+        known = [token for token in tokens if token >= 0]
+        if request.mask is None or not known:
+            return
+        request.mask.take(known)
         if request.mask.is_over:
             # Without a mask, a dispatch has many rounds.
             self.close_mask(request)

@@ -45,6 +45,7 @@ class FairCapacity:
     Attributes:
         most: The capacity.
         used: What is in use.
+        used_by: The same by client.
     """
 
     def __init__(self, most: int, name: str, waiting: int | None = None):
@@ -56,7 +57,7 @@ class FairCapacity:
             waiting: Requests that may wait; None: any number.
         """
         self.most, self.used, self._name, self._most_waiting = most, 0, name, waiting
-        self._used_by: Counter[Hashable] = Counter()
+        self.used_by: Counter[Hashable] = Counter()
         # By client. The one whose turn is next comes first.
         self._waiting: OrderedDict[Hashable, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
 
@@ -64,6 +65,11 @@ class FairCapacity:
     def half(self) -> int:
         """The most that one client has, rounded up."""
         return (self.most + 1) // 2
+
+    @property
+    def waiting(self) -> list[Hashable]:
+        """Clients whose requests wait."""
+        return list(self._waiting)
 
     async def take(self, count: int, client: Hashable = None) -> Share:
         """Waits for ``count`` of the capacity; at most half is counted, so that two clients always fit.
@@ -98,7 +104,7 @@ class FairCapacity:
             ApiError: 503, it does not fit; 429, this client has its half.
         """
         client = current().client if client is None else client
-        if self._used_by.get(client, 0) + count > self.half:
+        if self.used_by.get(client, 0) + count > self.half:
             raise ApiError(429, f"this client's requests take too much of {self._name}: try again later")
         if self.used + count > self.most:
             raise ApiError(503, f"other requests take too much of {self._name}: try again later")
@@ -124,12 +130,12 @@ class FairCapacity:
 
     def _add(self, client: Hashable, count: int) -> None:
         self.used += count
-        self._used_by[client] += count
+        self.used_by[client] += count
 
     def _give(self, client: Hashable, count: int) -> None:
         self._add(client, -count)
-        if not self._used_by[client]:
-            del self._used_by[client]
+        if not self.used_by[client]:
+            del self.used_by[client]
         self._grant()
 
     def _drop_beyond_limit(self) -> None:
@@ -166,4 +172,4 @@ class FairCapacity:
             granted.set_result(None)
 
     def _is_within_half(self, client: Hashable, entries: deque[tuple[int, asyncio.Future[None]]]) -> bool:
-        return bool(entries) and self._used_by.get(client, 0) + entries[0][0] <= self.half
+        return bool(entries) and self.used_by.get(client, 0) + entries[0][0] <= self.half

@@ -6,6 +6,7 @@ process (`grammar_worker`), and imports neither JAX nor numpy.
 
 import json
 from collections.abc import Sequence
+from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -164,6 +165,10 @@ class GrammarWalk:
         Raises:
             InputError: The grammar refuses a token.
         """
+        if self._phase == "grammar" and not self.matcher.is_stopped():
+            count = self.matcher.try_consume_tokens(list(tokens))
+            self._consumed += tokens[:count]
+            tokens = tokens[count:]
         for token in tokens:
             self._phase, self._tail, consumed = self._step(self._phase, self._tail, token)
             self._consumed += [token] * consumed
@@ -206,6 +211,8 @@ class GrammarWalk:
         The list ends at the first draft that is forbidden, or with an empty mask where a limit is reached. Neither is
         an error yet, since a draft may never be drawn.
         """
+        if self._phase == "grammar" and drafts and (native := self._native_masks(drafts)):
+            return native
         masks, phase, tail, consumed = [self._mask(self._phase, self._tail)], self._phase, self._tail, 0
         for draft in drafts:
             if not masks[-1][draft // 8] >> draft % 8 & 1:
@@ -215,8 +222,30 @@ class GrammarWalk:
                 consumed += more
                 masks.append(self._mask(phase, tail))
             except InputError:
-                self.matcher = self._beginning.deep_copy()
-                self.matcher.try_consume_tokens(self._consumed)
+                self._restore()
                 return [*masks, bytes(self.tokens.mask_bytes)]
         self.matcher.rollback(consumed)
         return masks
+
+    def _native_masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """`masks` by one call of the library, in half the time; none where the text may end, or a limit is reached."""
+        size = self.tokens.mask_bytes
+        buffer = create_string_buffer(size * (len(drafts) + 1))
+        self.matcher.unsafe_compute_mask_ptr_with_draft_token(addressof(buffer), size, list(drafts))
+        if self.matcher.is_error():
+            self._restore()
+            return []
+        every, masks, stops = buffer.raw, [], self.tokens.bits(self.tokens.stop_ids)
+        for i, draft in enumerate([*drafts, None]):
+            mask = every[i * size : i * size + size]
+            if mask.count(0) >= size - len(self.tokens.stop_ids) and int.from_bytes(mask, "little") | stops == stops:
+                return []
+            masks.append(mask)
+            if draft is not None and not mask[draft // 8] >> draft % 8 & 1:
+                break
+        return masks
+
+    def _restore(self) -> None:
+        """A matcher in the place of one that has reached a limit."""
+        self.matcher = self._beginning.deep_copy()
+        self.matcher.try_consume_tokens(self._consumed)

@@ -5,16 +5,20 @@ Separate processes keep one request's grammar from affecting others:
 
 - The *nursery* reads the tokenizer once, then only forks.
 - Each grammar has a process, which compiles it within limits of time and memory, then only forks.
-- Each sequence with the grammar has a process, which computes its masks.
+- Some sequences of a client with the grammar have a process, which computes their masks.
 
-A process that exceeds a limit dies, which closes its socket; the server (`grammar.py`) has the other end. A fork shares
-its parent's memory, so a sequence costs milliseconds and a few pages.
+A process that exceeds a limit dies, which closes its socket; the server (`grammar.py`, `grammar_masks.py`) has the
+other end. A fork shares its parent's memory, so it costs milliseconds and a few pages.
 
-Frames of JSON go in; frames of JSON or masks come out.
+Frames of JSON go in. Frames of JSON come out of compilations; masks come out through shared memory.
 """
 
 import json
+import mmap
 import os
+import socket
+import struct
+import time
 from typing import Any
 
 from dflash_jax.errors import InputError
@@ -30,8 +34,10 @@ from dflash_jax.workers.loop import (
 
 # Rules may nest thousands of levels deep, and llguidance walks them recursively.
 STACK_BYTES = 2**29
-# The first byte of an answer about masks.
-MASKS, REFUSAL = b"\0", b"\1"
+# An answer about masks: the number of the step, and how many masks it has; of an error, its bytes below zero.
+ANSWER = "<Ii"
+# Seconds of steps after which their answers are sent before the other steps of the same message.
+ANSWERED_S = 0.001
 
 
 def main() -> None:
@@ -48,8 +54,9 @@ def main() -> None:
 
 
 def _compile(tokens: GrammarTokens, frames: Frames) -> None:
-    """A grammar's process: one answer, then a fork for each sequence."""
+    """A grammar's process: one answer, then forks that walk sequences."""
     request = frames.read()
+    os.nice(request["niceness"])
     limit_memory(request["memory_bytes"])
     limit_seconds(request["compile_s"])
     try:
@@ -65,19 +72,31 @@ def _compile(tokens: GrammarTokens, frames: Frames) -> None:
 
 
 def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
-    """A sequence's process: masks after the taken tokens and after each draft."""
+    """A process of sequences: masks after their taken tokens, and after each draft."""
+    _, (memory, answers), _, _ = socket.recv_fds(frames.socket, 1, 2)
     start = frames.read()
+    shared, size = mmap.mmap(memory, start["bytes"]), start["bytes"] // start["sequences"]
     limit_memory(start["memory_bytes"])
-    walk = GrammarWalk(tokens, matcher, start["thought"])
+    walks: dict[int, GrammarWalk] = {}
     while True:
-        request = frames.read()
-        limit_seconds(start["step_s"])
-        try:
-            walk.take(request["tokens"])
-            answer = MASKS + b"".join(walk.masks(request["drafts"]))
-        except (InputError, MemoryError) as e:
-            answer = REFUSAL + (str(e) or "the text's form needs too much memory").encode()
-        frames.send(answer)
+        answered, began = b"", 0.0
+        for number, place, thought, taken, drafts in frames.read():
+            if time.monotonic() - began > ANSWERED_S:
+                os.write(answers, answered)
+                limit_seconds(start["step_s"])
+                answered, began = b"", time.monotonic()
+            if thought is not None:
+                walks[place] = GrammarWalk(tokens, matcher.deep_copy(), thought)
+            try:
+                walks[place].take(taken)
+                masks = walks[place].masks(drafts)
+                count, payload = len(masks), b"".join(masks)
+            except InputError as e:
+                payload = str(e).encode()[:size]
+                count = -len(payload)
+            shared[place * size : place * size + len(payload)] = payload
+            answered += struct.pack(ANSWER, number, count)
+        os.write(answers, answered)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,10 @@ class CheckedRunner(MockRunner):
 
     def propose(self, dispatch):
         self.check(dispatch, "masked")
+        return super().propose(dispatch)
+
+    def read_blocks(self, ticket):
+        dispatch = ticket[1]
         return np.zeros((len(dispatch.slots), dispatch.speculation.block_size), int)
 
     def drawn(self, dispatch, blocks, allowed, is_late):

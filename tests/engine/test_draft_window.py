@@ -86,7 +86,7 @@ def drafts(runner: ModelRunner, request: Request) -> np.ndarray:
         runner.prefill([0], [end - start], CHUNK)
     assert pages.cover(0, end, end + BLOCK)
     pages.send()
-    return runner.propose(Dispatch((0,), (BLOCK,), 1, Speculation(BLOCK), 1))
+    return runner.read_blocks(runner.propose(Dispatch((0,), (BLOCK,), 1, Speculation(BLOCK), 1)))
 
 
 def test_drafts_behind_given_up_pages_are_those_of_a_cache_that_keeps_everything(case):

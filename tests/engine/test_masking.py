@@ -144,6 +144,26 @@ def test_a_mask_that_fails_ends_its_own_request_with_its_error(where, error):
     assert e.free_slots == 2
 
 
+def test_events_of_a_round_are_made_when_the_next_one_is_verified():
+    """Masks first: a text that ends there leaves the round that is verified."""
+    e, order, masks = engine(slots=2), [], Counting()
+
+    def monitor(tokens):
+        order.append("monitor")
+        return None if len(masks.taken) < 3 else 1
+
+    for name in ("take", "ask"):
+        monkeyed = getattr(masks, name)
+        setattr(masks, name, lambda x, name=name, call=monkeyed: (order.append(name), call(x)))
+    e.submit(r := request([9, 9], 9, mask=masks, block_size=1, monitor=monitor))
+    e.submit(other := request([9, 8], 9, mask=Counting(), block_size=1))
+    run(e)
+    assert order == ["ask", "take", "ask", "monitor", "take", "ask", "monitor", "take", "ask", "monitor"]
+    assert r.tokens == [3, 4, 5]
+    assert other.tokens == list(range(3, 12))
+    assert e.free_slots == 2
+
+
 @pytest.mark.parametrize("ending", ["abort", "failure"])
 def test_a_mask_is_closed_however_its_request_ends(ending):
     e, masks = engine(slots=2), Counting(patience=10**6)
@@ -165,7 +185,7 @@ def test_a_mask_is_closed_however_its_request_ends(ending):
     [([9, 21, 22, 23], [9, 11, 12, 13]), ([9, 21], [9, 11]), ([9, *range(5)], [9, 11, 12, 13, NO_DRAFT, NO_DRAFT])],
 )
 def test_a_round_is_verified_with_the_drafts_that_its_masks_are_for(drafted, verified):
-    masking, masks = Masking(2, False, None), Counting(patience=1)
+    masking, masks = Masking(2, False, None), Counting(patience=2)
     r, block = request([9, 9], 5, mask=masks), np.array([[9, 11, 12, 13]])
     first = RoundOfMasks(masking, [r], wait_s=0.0)
     np.testing.assert_array_equal(first.ask(block), block)

@@ -156,6 +156,48 @@ def test_contexts_that_a_round_with_masks_leaves_out_start_behind_it(case, monke
         assert runner.state.draft_start.tolist() == [starts]
 
 
+class Blocks(AllAllowed):
+    """Remembers the blocks of its rounds."""
+
+    def __init__(self, words: int):
+        super().__init__(words)
+        self.asked: list[list] = []
+
+    def ask(self, blocks):
+        self.asked.append(blocks.tolist())
+        return super().ask(blocks)
+
+
+@pytest.mark.parametrize("change", ["none", "pages", "another request", "another dispatch"])
+def test_a_proposal_for_the_next_round_is_taken_where_slots_are_as_they_were(case, monkeypatch, change):
+    *_, programs = case
+    monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
+    engine = engine_for(programs, slots=1, speculations=SPECULATIONS)
+    runner, speculation = engine.runner, engine.config.masked_speculations[-1]
+    dispatch, masks = Dispatch((0,), (4,), 1, speculation, 1), Blocks(runner.mask_words)
+    assert engine.pages.cover(0, 3, CAPACITY)
+    engine.pages.send()
+    runner.admit(0, Request([2, 3, 4, 5], PARAMS))
+    runner.prefill([0], [3], 16)
+    runner.decode_masked(dispatch, masks)
+    runner.propose_next(dispatch)
+    if change == "pages":
+        runner.set_tables(*(table.copy() for table in engine.pages._tables))
+    elif change == "another request":
+        runner.admit(0, Request([6, 5, 4], PARAMS))
+        runner.prefill([0], [2], 16)
+    elif change == "another dispatch":
+        dispatch = replace(dispatch, block_sizes=(2,))
+    expected = runner.read_blocks(runner.propose(dispatch)).tolist()
+    proposed = []
+    monkeypatch.setattr(
+        runner, "propose", lambda each: proposed.append(each) or model_runner.ModelRunner.propose(runner, each)
+    )
+    runner.decode_masked(dispatch, masks)
+    assert masks.asked[1] == expected
+    assert proposed == [dispatch] * (change.startswith("another"))
+
+
 def test_each_drafter_drafts_from_its_own_shortlist(case):
     target, drafter, head, *_ = case
     both = together([drafter, head])

@@ -14,10 +14,15 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server import grammar_walk
+from dflash_jax.server.compilation_queue import CompilationQueue
 from dflash_jax.server.constraint import Constraint, grammar_tokens
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import GrammarLimits, GrammarProcesses
+from dflash_jax.server.grammar import GrammarProcesses
+from dflash_jax.server.grammar_masks import LEAST_MASKS
+from dflash_jax.server.grammar_pool import GrammarLimits
 from dflash_jax.server.grammar_walk import GrammarWalk
+from dflash_jax.server.request_context import RequestContext
+from dflash_jax.workers.memory import WorkerMemory
 from dflash_jax.workers.process import STUCK_S
 from tests.server.conftest import wait_until
 from tests.server.hostile import chained_rules, linked_definitions, many_terms, slow_expression
@@ -77,7 +82,8 @@ def answered(mask, drafts=()) -> np.ndarray:
     mask.ask(drafts)
     while (masks := mask.answer(0.1)) is None:
         pass
-    return masks
+    # The next answer takes its memory.
+    return masks.copy()
 
 
 def eventually(condition) -> None:
@@ -164,9 +170,9 @@ def test_a_compilation_whose_process_crashes_is_refused(shared):
 
     async def main():
         task = asyncio.create_task(p.grammar(HOSTILE["terms"].form()))
-        while not p._queue.compiling or p._queue.compiling[0].pid is None:
+        while not p._queue.compiling or next(iter(p._queue.compiling)).pid is None:
             await asyncio.sleep(0.01)
-        os.kill(p._queue.compiling[0].pid, signal.SIGSEGV)
+        os.kill(next(iter(p._queue.compiling)).pid, signal.SIGSEGV)
         with pytest.raises(InputError, match="f cannot be compiled"):
             await task
         answered((await p.grammar(EASY.form())).mask())
@@ -179,9 +185,9 @@ def test_a_compilation_ends_with_the_client_that_waits_for_it(shared):
 
     async def main():
         task = asyncio.create_task(p.grammar(HOSTILE["terms"].form()))
-        while not p._queue.compiling or p._queue.compiling[0].pid is None:
+        while not p._queue.compiling or next(iter(p._queue.compiling)).pid is None:
             await asyncio.sleep(0.01)
-        pid = p._queue.compiling[0].pid
+        pid = next(iter(p._queue.compiling)).pid
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -246,12 +252,19 @@ def command(pid: str) -> bytes:
     return b""
 
 
-def test_a_dead_sequence_ends_its_request_only(shared):
+def test_sequences_whose_process_dies_go_on_and_one_that_dies_alone_ends_its_request_only(shared):
     (grammar,) = compiled(shared(), EASY)
     mask, other = grammar.mask(), grammar.mask()
-    answered(mask)
+    a, b = (Tokenizer(TINY / "target").encode_plain(letter)[0] for letter in "ab")
+    expected = answered(mask, [a, b, b])
+    mask.take([a, b])
     answered(other)
-    os.kill(mask._process.pid, signal.SIGKILL)
+    assert mask.walker is other.walker
+    os.kill(mask.walker.process.pid, signal.SIGKILL)
+    np.testing.assert_array_equal(answered(mask, [b]), expected[2:])
+    np.testing.assert_array_equal(answered(other)[0], expected[0])
+    assert mask.walker is not other.walker
+    os.kill(mask.walker.process.pid, signal.SIGKILL)
     with pytest.raises(InputError, match="needed more than"):
         answered(mask)
     answered(other)
@@ -260,7 +273,7 @@ def test_a_dead_sequence_ends_its_request_only(shared):
 def test_a_dead_grammar_is_compiled_again(shared):
     p = shared()
     (grammar,) = compiled(p, EASY)
-    os.kill(grammar._process.pid, signal.SIGKILL)
+    os.kill(grammar.process.pid, signal.SIGKILL)
     eventually(lambda: not grammar.is_alive)
     (again,) = compiled(p, EASY)
     assert again is not grammar
@@ -271,10 +284,10 @@ def test_a_step_without_processor_time_is_waited_for_until_it_is_stuck(shared):
     (grammar,) = compiled(shared(), EASY)
     mask = grammar.mask()
     expected = answered(mask)
-    pid = mask._process.pid
+    pid = mask.walker.process.pid
     os.kill(pid, signal.SIGSTOP)
     mask.ask(())
-    mask._mask_requested_at -= STUCK_S - 60
+    mask._requested_at -= STUCK_S - 60
     assert mask.answer(0.0) is None
     os.kill(pid, signal.SIGCONT)
     while (masks := mask.answer(0.1)) is None:
@@ -282,11 +295,203 @@ def test_a_step_without_processor_time_is_waited_for_until_it_is_stuck(shared):
     np.testing.assert_array_equal(masks, expected)
     os.kill(pid, signal.SIGSTOP)
     mask.ask(())
-    mask._mask_requested_at -= 2 * STUCK_S
+    mask._requested_at -= 2 * STUCK_S
     with pytest.raises(InputError, match="did not answer for 600 s"):
         mask.answer(0.0)
     mask.close()
     eventually(lambda: is_gone(pid))
+
+
+def of(client: str, processes: GrammarProcesses, constraint: Constraint) -> asyncio.Task:
+    """A client's request for a grammar."""
+
+    async def grammar():
+        RequestContext(client=client).enter()
+        return await processes.grammar(constraint.form())
+
+    return asyncio.create_task(grammar())
+
+
+def hostile(i: int) -> Constraint:
+    return replace(HOSTILE["terms"], value=HOSTILE["terms"].value + " " * i)
+
+
+async def ended(tasks) -> list:
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_slow_grammars_of_a_client_leave_room_for_those_of_another(processes):
+    """The first client's compilations never end, and none is dropped."""
+    p = processes(compilations=2, waiting=4, sure_s=600.0)
+
+    async def main():
+        slow = [of("a", p, hostile(i)) for i in range(8)]
+        while not p._queue.waiting:
+            await asyncio.sleep(0.01)
+        # Also one that the first client waits for.
+        answered((await of("b", p, EASY)).mask())
+        other = of("b", p, hostile(3))
+        async with asyncio.timeout(60):
+            while list(p._queue.compiling.values()) != ["a", "b"]:
+                await asyncio.sleep(0.01)
+        results = await ended([other, *slow])
+        # Of more than may wait, the client that has most of them loses its own.
+        assert [e.status_code for e in results if isinstance(e, ApiError)] == [503] * 3
+
+    asyncio.run(main())
+
+
+class Compiling:
+    """A compilation that has used so much processor time."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.reason = seconds, None
+
+    def processor_s(self) -> float:
+        return self.seconds
+
+    def kill(self, reason: str) -> None:
+        self.reason = reason
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "dropped"),
+    [
+        # Together a client has its time before another one, each before one of its own client.
+        ([("a", 0.9), ("a", 0.8), ("b", 0.1)], "c", None),
+        ([("a", 1.4), ("a", 0.8), ("b", 9.0)], "c", 0),
+        ([("a", 1.4), ("a", 0.8), ("b", 9.0)], "a", None),
+        ([("a", 1.4), ("a", 2.1), ("b", 9.0)], "a", 1),
+        # Of clients that have as many, the one that has used most.
+        ([("a", 0.5), ("b", 2.5), ("c", 0.5)], "d", 1),
+    ],
+)
+def test_one_of_the_client_that_has_most_makes_room(running, waiting, dropped):
+    async def main():
+        queue = CompilationQueue(GrammarLimits(compilations=3, sure_s=2.0))
+        for client, seconds in running:
+            await queue.take(1, client)
+            queue.compiling[Compiling(seconds)] = client
+        task = asyncio.create_task(queue.take(1, waiting))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            queue._drop()
+        assert [i for i, process in enumerate(queue.compiling) if process.reason] == [dropped] * (dropped is not None)
+        await ended([task])
+
+    asyncio.run(main())
+
+
+def test_the_cache_is_shared_by_clients(processes):
+    """However many a client has compiled since, a grammar of another one is kept."""
+    p = processes(cached=3, grace_s=0.0)
+
+    async def main():
+        kept = await of("b", p, EASY)
+        for i in range(6):
+            await of("a", p, Constraint("regex", f"x{i}", "f"))
+        assert await of("b", p, EASY) is kept
+        assert len(p._cache) <= 4
+
+    asyncio.run(main())
+
+
+def test_memory_is_taken_from_the_client_that_has_most(processes, monkeypatch):
+    """Its largest process ends, though another client has a larger one."""
+    p, sizes = processes(), {}
+    monkeypatch.setattr(WorkerMemory, "sizes", lambda _, processes: {p: sizes.get(p, 0) for p in processes})
+
+    async def main():
+        own = [await of("a", p, Constraint("regex", f"x{i}", "f")) for i in range(3)]
+        other = await of("b", p, EASY)
+        return own, other
+
+    own, other = asyncio.run(main())
+    # More than 2 GiB, less without the largest of the first client.
+    sizes.update({other.process: 1000 << 20} | {each.process: (400 << 20) + i for i, each in enumerate(own)})
+    eventually(lambda: not own[2].is_alive)
+    assert own[2].process.reason
+    assert not any(each.process.reason for each in (other, *own[:2]))
+
+
+def test_a_process_has_some_sequences_of_one_client(processes):
+    p = processes(sequences=2)
+
+    async def main():
+        for client in "aaabb":
+            RequestContext(client=client).enter()
+            masks.append((await p.grammar(EASY.form())).mask())
+
+    masks = []
+    asyncio.run(main())
+    first = [answered(mask) for mask in masks]
+    assert all((masks == first[0]).all() for masks in first)
+    a, b, c, d, e = (mask.walker for mask in masks)
+    assert a is b
+    assert d is e
+    assert len({a, c, d}) == 3
+    # A process without sequences ends.
+    masks[0].close()
+    masks[2].close()
+    pid = c.process.pid
+    eventually(lambda: is_gone(pid))
+    answered(masks[1])
+
+
+def test_an_answer_for_a_sequence_that_is_gone_is_not_taken_for_the_next_one(shared):
+    (grammar,) = compiled(shared(), EASY)
+    a, c = (Tokenizer(TINY / "target").encode_plain(letter)[0] for letter in "ac")
+    stays, gone = grammar.mask(), grammar.mask()
+    expected = answered(stays)
+    answered(gone)
+    pid = gone.walker.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    gone.take([a, a, c])
+    gone.ask(())
+    assert gone.answer(0.0) is None
+    gone.close()
+    assert not any(mask is gone for mask in grammar.exchange._asked.values())
+    new = grammar.mask()
+    new.ask(())
+    assert new.answer(0.0) is None
+    os.kill(pid, signal.SIGCONT)
+    while (masks := new.answer(0.1)) is None:
+        pass
+    assert new.walker is stays.walker
+    np.testing.assert_array_equal(masks, expected)
+
+
+def test_a_process_that_does_not_read_delays_nobody(shared):
+    """Where a message has no room, its rest is sent later."""
+    (grammar,) = compiled(shared(), Constraint("regex", "a*", "f"))
+    mask, (a,) = grammar.mask(), Tokenizer(TINY / "target").encode_plain("a")
+    expected = answered(mask)
+    pid = mask.walker.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    mask.take([a] * 100_000)
+    mask.ask(())
+    for _ in range(3):
+        assert mask.answer(0.0) is None
+    os.kill(pid, signal.SIGCONT)
+    while (masks := mask.answer(0.1)) is None:
+        pass
+    np.testing.assert_array_equal(masks, expected)
+
+
+def test_more_drafts_than_a_process_has_memory_for_go_to_another_one(shared):
+    (grammar,) = compiled(shared(), Constraint("regex", "a*", "f"))
+    mask, other, (a,) = grammar.mask(), grammar.mask(), Tokenizer(TINY / "target").encode_plain("a")
+    expected, first = answered(mask), mask.walker
+    answered(other)
+    mask.take([a])
+    masks = answered(mask, [a] * 2 * LEAST_MASKS)
+    assert mask.walker is not first
+    assert len(masks) == 2 * LEAST_MASKS + 1
+    assert (masks == expected).all()
+    answered(other)
+    assert other.walker is first
 
 
 def test_only_processor_time_counts_for_making_room(processes):
@@ -312,7 +517,7 @@ def test_only_processor_time_counts_for_making_room(processes):
             await asyncio.sleep(0.01)
         stopped[0].began -= 60.0
         second = asyncio.create_task(p.grammar(Constraint("regex", "x", "f").form()))
-        while not p._queue._queued:
+        while not p._queue.waiting:
             await asyncio.sleep(0.01)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -326,9 +531,9 @@ def test_only_processor_time_counts_for_making_room(processes):
 def test_all_of_them_together_are_bounded(processes):
     p = processes(total_bytes=1)
     (grammar,) = compiled(p, EASY)
-    pid = grammar._process.pid
+    pid = grammar.process.pid
     eventually(lambda: is_gone(pid))
-    assert grammar._process.reason
+    assert grammar.process.reason
 
 
 def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
@@ -340,7 +545,7 @@ def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
     assert len(p._cache) <= 3
     assert used.is_alive
     answered(mask)
-    pid = others[0]._process.pid
+    pid = others[0].process.pid
     eventually(lambda: is_gone(pid))
 
 
@@ -355,17 +560,17 @@ def test_nothing_is_left_behind(processes):
     p = processes()
     (grammar,) = compiled(p, EASY)
     masks = [grammar.mask() for _ in range(5)]
-    pids = [answered(mask) is not None and mask._process.pid for mask in masks]
+    pids = [answered(mask) is not None and mask.walker.process.pid for mask in masks]
     p.stop()
-    eventually(lambda: all(is_gone(pid) for pid in (*pids, grammar._process.pid)))
+    eventually(lambda: all(is_gone(pid) for pid in (*pids, grammar.process.pid)))
 
 
 def test_a_step_without_a_server_ends(processes):
     """Nothing else would end a sequence's process that is in the middle of a step when its server is killed."""
-    (grammar,) = compiled(processes(step_s=7), EASY)
+    (grammar,) = compiled(processes(shared_s=7), EASY)
     mask = grammar.mask()
     answered(mask)
-    with open(f"/proc/{mask._process.pid}/limits") as file:
+    with open(f"/proc/{mask.walker.process.pid}/limits") as file:
         (line,) = [line.split() for line in file if line.startswith("Max cpu time")]
     assert 7 <= int(line[3]) <= 60
 

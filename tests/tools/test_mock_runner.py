@@ -88,7 +88,7 @@ def test_a_round_with_masks_ends_where_a_draft_is_forbidden():
     device = admitted()
     forbidden = device.text(0, 2, 1)[0]
     masks = AllAllowed(2)
-    blocks = masks.ask(device.propose(ROUNDS))
+    blocks = masks.ask(device.read_blocks(device.propose(ROUNDS)))
     allowed, is_late = masks.answer(lambda: True)
     allowed = allowed.copy()
     allowed[0] = Forbids(forbidden).masks([0] * 7)
@@ -100,7 +100,7 @@ def test_a_round_with_masks_ends_where_a_draft_is_forbidden():
 def test_a_round_whose_mask_is_late_is_skipped_and_one_that_allows_nothing_is_a_fault():
     device = admitted()
     nothing = np.zeros((2, 8, 2), np.uint32)
-    first, second = device.drawn(ROUNDS, device.propose(ROUNDS), nothing, np.array([False, True]))
+    first, second = device.drawn(ROUNDS, device.read_blocks(device.propose(ROUNDS)), nothing, np.array([False, True]))
     assert first == ([NOTHING_ALLOWED], [1], True)
     assert second == ([], [], False)
 
