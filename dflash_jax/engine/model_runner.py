@@ -39,6 +39,9 @@ class ModelRunner:
             before `set_tables`. None: each slot has all that it can need.
     """
 
+    # A proposal for the next round with masks: its dispatch and ticket.
+    _proposed: tuple[Dispatch, Any] | None = None
+
     def __init__(
         self,
         programs: Programs,
