@@ -76,7 +76,7 @@ def test_clients_that_leave_take_everything_with_them(quiet, sequences):
 
     def held() -> tuple[int, ...]:
         """Files but those of workers that are kept, requests, bytes of bodies, sequences that follow a grammar."""
-        kept = len(serving.templates._idle) + len(quiet.host.grammar._live)
+        kept = len(serving.templates._idle) + len(quiet.host.grammar._pool._live)
         sequences = sum(grammar.users for grammar in quiet.host.grammar._cache.values())
         return len(os.listdir("/proc/self/fd")) - kept, serving.in_flight, serving.bodies.nbytes, sequences
 
