@@ -69,13 +69,15 @@ class Choice(Part):
         number: Names the request in later records.
         name: The id that clients know.
         seed: Of its sampling.
-        tokens: New tokens that an earlier run has; the request goes on after them.
+        tokens: New tokens of an earlier engine, which was lost; the request goes on after them.
+        losses: How many engines have lost it.
     """
 
     number: int
     name: str
     seed: int
     tokens: list[int]
+    losses: int = 0
 
 
 class Prompt(Part):
@@ -129,12 +131,14 @@ class Submit(Record):
         client: Who shares capacities by turns.
         owner: A digest of the key: who may abort the requests.
         prompts: The prompts with their continuations.
+        beginnings: Hashes of the first prompt's beginnings, or a digest of a session, which `Begun` tells other fronts.
     """
 
     number: int
     client: str | None
     owner: bytes
     prompts: list[Prompt]
+    beginnings: list[int | bytes] = []
 
 
 class Compile(Record):
@@ -229,6 +233,18 @@ class Accepted(Record):
     tower_s: list[float]
 
 
+class Begun(Record):
+    """The engine has requests of another front.
+
+    Attributes:
+        requests: Requests that it has, of all fronts.
+        beginnings: Of these requests: what comes after them belongs here.
+    """
+
+    requests: int
+    beginnings: list[int | bytes]
+
+
 class Compiled(Record):
     """A form is compiled; ``notes``: parts of its schema that it does not enforce."""
 
@@ -305,7 +321,7 @@ class Events(Record):
 
 
 FromFront = Submit | Compile | Leave | Abort | Ask
-FromEngine = Hello | State | Accepted | Compiled | Answered | Failed | Scores | Events
+FromEngine = Hello | State | Accepted | Begun | Compiled | Answered | Failed | Scores | Events
 
 # The exceptions that cross, by kind.
 FAILURES: dict[str, type[Exception]] = {

@@ -2,29 +2,40 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax import progress
-from dflash_jax.checkpoint import smollm2
 from dflash_jax.errors import InputError
 
 log = logging.getLogger("dflash_jax")
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+# Files of a checkpoint: all, and those without weights.
+TEXT_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+PATTERNS = [*TEXT_PATTERNS, "*.safetensors"]
 
 
-def resolve(name: str | Path, revision: str | None = None, download_dir: str | Path | None = None) -> Path:
+def resolve(
+    name: str | Path,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    patterns: Sequence[str] = tuple(PATTERNS),
+) -> Path:
     """The directory of a checkpoint. A repo id goes through huggingface_hub, with its cache, offline mode and token.
 
     Args:
         name: A directory, or, as a string, a repo id or "smollm2", which a package of the Python package index has.
         revision: A branch, tag or commit of the repo.
         download_dir: Directory of downloads, in place of huggingface_hub's cache.
+        patterns: Files of a repo that are wanted.
 
     Raises:
         InputError: ``name`` is neither, the download fails, or a directory is given with a revision.
     """
-    if smollm2.is_smollm2(name):
+    # What needs only the files of text needs no JAX, which smollm2's conversion does.
+    if name == "smollm2" and not Path(name).exists():
+        from dflash_jax.checkpoint import smollm2
+
         if revision is not None:
             raise InputError(f"{name} is one file of a package, which has no revision {revision!r}")
         return smollm2.cached_smollm2(log.warning)
@@ -55,7 +66,8 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
     try:
         # On a terminal the hub's client has its own bars.
         with progress.step(f"downloading {name}", disable=progress.is_terminal()):
-            return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS))
+            options = {"revision": revision, "cache_dir": download_dir, "allow_patterns": list(patterns)}
+            return Path(snapshot_download(name, **options))
     except Exception as e:  # the hub's client raises many unrelated types
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         hint = _what_to_do(e, download_dir)

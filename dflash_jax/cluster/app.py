@@ -12,14 +12,13 @@ import os
 import secrets
 import threading
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from dflash_jax.cluster import options
-from dflash_jax.cluster.address import AddressServer
 from dflash_jax.cluster.hosts import HostGroup
+from dflash_jax.cluster.ingress import IngressServer
 from dflash_jax.cluster.replica import ReplicaServer
 from dflash_jax.errors import InputError
 
@@ -29,30 +28,36 @@ log = logging.getLogger("dflash_jax.cluster")
 NAMESPACE = "dflash"
 # A resource that only the head node of a cluster has, and the part of it that the ingress takes.
 HEAD = {"node:__internal_head__": 0.001}
-# Seconds between two messages of a replica to the ingress, and between two looks of the ingress at its application.
+# Seconds between two messages of a replica to the ingresses, and between two looks of an ingress at its application.
 BEAT_S, LOOK_S = 2.0, 20.0
 # Seconds of Serve's shutdown of a replica beyond those of its drain.
 END_S = 10.0
 LOOPBACK = "127.0.0.1"
 
 
-def ingress_of(name: str) -> Any:
-    """The ingress's actor of the cluster ``name``."""
+def names_of(args: Namespace) -> list[str]:
+    """The names of the ingresses' actors."""
+    return [f"{args.name}-ingress", *(f"{args.name}-ingress-{i}" for i in range(1, args.ingresses))]
+
+
+def actor_of(name: str) -> Any:
+    """An ingress's actor. Raises ValueError where there is none."""
     import ray
 
-    return ray.get_actor(f"{name}-ingress", NAMESPACE)
+    return ray.get_actor(name, NAMESPACE)
 
 
 class Ingress:
-    """The process of the cluster's address: an actor of Ray, which Ray starts again where it dies.
+    """The process of an address of the cluster: an actor of Ray, which Ray starts again where it dies.
 
     Args:
         args: The arguments of `dflash cluster`.
-        secret: What ingress and replicas share.
+        secret: What fronts and engines prove to each other.
+        name: The actor's name.
     """
 
-    def __init__(self, args: Namespace, secret: str):
-        self._name, self._secret, self._server = args.name, secret, AddressServer(args, secret)
+    def __init__(self, args: Namespace, secret: bytes, name: str):
+        self._args, self._secret, self._name, self._server = args, secret, name, IngressServer(args, secret)
         self._server.start()
         threading.Thread(target=self._end_with_application, name="end", daemon=True).start()
 
@@ -60,25 +65,21 @@ class Ingress:
         """Where clients reach it."""
         return self._server.url
 
-    def secret(self) -> str:
-        """What ingress and replicas share."""
+    def secret(self) -> bytes:
+        """What fronts and engines prove to each other."""
         return self._secret
 
-    def join(self, name: str, url: str) -> None:
-        """A replica takes requests."""
-        self._server.join(name, url)
+    def join(self, name: str, host: str, port: int) -> None:
+        """An engine takes requests, or still does."""
+        self._server.join(name, host, port)
 
     def leave(self, name: str) -> None:
-        """A replica takes no further requests."""
+        """An engine takes no further requests."""
         self._server.leave(name)
 
-    def call_store(self, name: str, *arguments):
-        """Calls a method of the `ResponseStore`."""
-        return self._server.call_store(name, *arguments).result()
-
-    def drain(self, seconds: float) -> int:
-        """See `AddressServer.drain`."""
-        return self._server.drain(seconds).result()
+    def stop(self, seconds: float) -> None:
+        """See `IngressServer.stop`."""
+        self._server.stop(seconds)
 
     def _end_with_application(self) -> None:
         """Ends the actor when its application is deleted: ``serve shutdown`` does not know it."""
@@ -88,22 +89,12 @@ class Ingress:
 
         has_begun, wait = False, threading.Event()
         while not wait.wait(LOOK_S):
-            if self._server.has_replicas:
+            if self._server.has_engines:
                 has_begun = True
             elif has_begun:
                 with suppress(RayError):
-                    if self._name not in serve.status().applications:
-                        ray.kill(ingress_of(self._name))
-
-
-def store_caller(name: str) -> Callable[..., Awaitable]:
-    """What calls the `ResponseStore` of the cluster ``name``, as `ReplicaServer` takes it."""
-    ingress = ingress_of(name)
-
-    async def call(name: str, *arguments):
-        return await ingress.call_store.remote(name, *arguments)
-
-    return call
+                    if self._args.name not in serve.status().applications:
+                        ray.kill(actor_of(self._name))
 
 
 class Replica:
@@ -125,26 +116,31 @@ class Replica:
             raise InputError(
                 f"--name {args.name}: the application is {context.app_name!r}, and must have the same name"
             )
-        self._ingress, self._name = ingress_of(args.name), context.replica_id.unique_id
-        secret = await self._ingress.secret.remote()
+        self._ingresses, self._name = names_of(args), context.replica_id.unique_id
+        secret = await actor_of(self._ingresses[0]).secret.remote()
         if args.replica_hosts > 1 or args.replica_slice is not None:
-            gpus = gpus_of(args) / args.replica_hosts
-            make = partial(HostGroup, args, system, secret, threads or "", partial(store_caller, args.name), gpus)
+            make = partial(HostGroup, args, system, secret, threads or "", gpus_of(args) / args.replica_hosts)
         else:
             if not args.replica_cpus:
                 # Ray sets it to 1 for an actor that reserves no CPU.
                 os.environ["OMP_NUM_THREADS"] = threads or ""
             host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
-            make = partial(ReplicaServer, args, system, secret, host, store_caller(args.name))
+            make = partial(ReplicaServer, args, system, secret, host)
         self._server: ReplicaServer | HostGroup = await asyncio.to_thread(make)
         await asyncio.to_thread(self._server.start)
         self._has_ended = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Calls a method of all ingresses that are there."""
+        for name in self._ingresses:
+            with suppress(ValueError):
+                getattr(actor_of(name), method).remote(*arguments)
+
     def _beat(self) -> None:
-        """Tells the ingress again and again that this replica is there: a new ingress knows none."""
+        """Tells the ingresses again and again that this engine is there: a new one knows none."""
         while not self._has_ended.is_set():
-            self._ingress.join.remote(self._name, self._server.url)
+            self._tell("join", self._name, *self._server.address)
             self._has_ended.wait(BEAT_S)
 
     def check_health(self) -> None:
@@ -160,7 +156,7 @@ class Replica:
         """Serve awaits it when the replica is to end. Returns when its requests have ended."""
         if hasattr(self, "_has_ended") and not self._has_ended.is_set():
             self._has_ended.set()
-            self._ingress.leave.remote(self._name)
+            self._tell("leave", self._name)
             await asyncio.to_thread(self._server.stop)
 
 
@@ -223,43 +219,67 @@ def deployment(args: Namespace, system) -> Any:
     ).bind(args, system, os.environ.get("OMP_NUM_THREADS"))
 
 
-def start_ingress(args: Namespace, may_run: bool) -> Any:
-    """Starts the ingress's actor, and returns it.
+def start_ingresses(args: Namespace, may_run: bool) -> list[Any]:
+    """Starts the ingresses' actors, and returns them.
 
     Args:
         args: The arguments of `dflash cluster`.
-        may_run: Whether one that runs is taken, as it is.
+        may_run: Whether those that run are taken, as they are.
 
     Raises:
-        InputError: One runs, or an application of the same name, and may not.
+        InputError: One runs, or an application of the same name, and may not; or there are fewer nodes than ingresses.
     """
     import ray
     from ray import serve
 
     if not may_run and args.name in serve.status().applications:
         raise _taken(args.name)
-    actor = ray.remote(Ingress).options(
-        name=f"{args.name}-ingress",
-        namespace=NAMESPACE,
-        get_if_exists=may_run,
-        lifetime="detached",
-        num_cpus=0,
-        resources=HEAD,
-        max_restarts=-1,
-        max_concurrency=64,
-    )
-    try:
-        return actor.remote(args, secrets.token_hex(32))
-    except ValueError:
-        # Ray gives each name once, however many commands ask for it at the same time.
-        raise _taken(args.name) from None
+    places, actors, secret = _places(args.ingresses), [], secrets.token_bytes(32)
+    for name, place in zip(names_of(args), places, strict=True):
+        actor = ray.remote(Ingress).options(
+            name=name,
+            namespace=NAMESPACE,
+            get_if_exists=may_run,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=64,
+            **place,
+        )
+        try:
+            actors.append(actor.remote(args, secret, name))
+        except ValueError:
+            # Ray gives each name once, however many commands ask for it at the same time.
+            for started in actors:
+                ray.kill(started)
+            raise _taken(args.name) from None
+        if len(places) > 1:
+            # That of an ingress that ran already is another one.
+            secret = ray.get(actors[0].secret.remote())
+    return actors
+
+
+def _places(count: int) -> list[dict[str, Any]]:
+    """Options of actors on as many nodes, of which the head node is the first one."""
+    if count == 1:
+        return [{"resources": HEAD}]
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes.sort(key=lambda node: (next(iter(HEAD)) not in node["Resources"], node["NodeID"]))
+    if len(nodes) < count:
+        raise InputError(f"--ingresses {count}: this Ray cluster has {len(nodes)} nodes, and each has one at most")
+    return [
+        {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)} for node in nodes[:count]
+    ]
 
 
 def _taken(name: str) -> InputError:
     import ray
 
     try:
-        by = f" by {ray.get(ingress_of(name).url.remote())}"
+        by = f" by {ray.get(actor_of(f'{name}-ingress').url.remote())}"
     except ValueError:
         by = ", and not by a cluster of ours"
     return InputError(f"--name {name} is taken on this Ray cluster{by}: end that one first, or give another --name")
@@ -274,5 +294,5 @@ def build(config: dict) -> Any:
     args, system = options.parse([str(word) for word in config["argv"]])
     args.address = args.address or "auto"
     # The same file again is an update.
-    start_ingress(args, may_run=True)
+    start_ingresses(args, may_run=True)
     return deployment(args, system)

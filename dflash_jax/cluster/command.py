@@ -82,7 +82,7 @@ def run(args: Namespace, system) -> NoReturn:
     # Here, not in each replica, which may have another network.
     name_model(args)
     signals = {each: signal.signal(each, _on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    children, drain_s, ingress = _Processes(), 0.0, None
+    children, drain_s, ingresses = _Processes(), 0.0, []
     try:
         _start_ray(args)
         for each in signals:
@@ -90,31 +90,31 @@ def run(args: Namespace, system) -> NoReturn:
             signal.signal(each, _on_signal)
         from dflash_jax.cluster import app
 
-        ingress = app.start_ingress(args, may_run=False)
-        _serve(app, args, system, ingress)
+        ingresses = app.start_ingresses(args, may_run=False)
+        _serve(app, args, system, ingresses)
     except _Stopped as e:
         log.info("%s: ending", e)
         drain_s = args.drain_s
     finally:
         for each in signals:
             signal.signal(each, signal.SIG_IGN)
-        _end(args, drain_s, children, ingress)
+        _end(args, drain_s, children, ingresses)
         for each, handler in signals.items():
             signal.signal(each, handler)
     # All other processes have ended. Ray would wait for them at the end of the interpreter.
     leave(0)
 
 
-def _serve(app, args: Namespace, system, ingress) -> None:
+def _serve(app, args: Namespace, system, ingresses: list) -> None:
     """Starts replicas, and waits for a signal."""
     import ray
     from ray import serve
 
     try:
-        url = ray.get(ingress.url.remote())
+        urls = ray.get([ingress.url.remote() for ingress in ingresses])
     except ray.exceptions.RayActorError as e:
-        raise InputError(f"the ingress cannot start: {' '.join(str(e).split())[-300:]}") from None
-    log.info("listening on %s, starting %d replicas", url, args.replicas[0])
+        raise InputError(f"an ingress cannot start: {' '.join(str(e).split())[-300:]}") from None
+    log.info("listening on %s, starting %d replicas", ", ".join(urls), args.replicas[0])
     serve.start(proxy_location="Disabled")
     try:
         serve.run(app.deployment(args, system), name=args.name, route_prefix=None)
@@ -145,20 +145,19 @@ class _Processes:
                 process.kill()
 
 
-def _end(args: Namespace, drain_s: float, children: _Processes, ingress) -> None:
-    """Ends the application and the ingress that this process has started, and Ray where it has started that, too."""
+def _end(args: Namespace, drain_s: float, children: _Processes, ingresses: list) -> None:
+    """Ends the application and the ingresses that this process has started, and Ray where it has started that, too."""
     import ray
 
-    if ingress is not None:
+    if ingresses:
         from ray import serve
 
         with suppress(Exception):
-            left = ray.get(ingress.drain.remote(drain_s), timeout=drain_s + STEP_S)
-            if left:
-                log.warning("%d requests did not end within %g s", left, drain_s)
+            ray.get([ingress.stop.remote(drain_s) for ingress in ingresses], timeout=drain_s + STEP_S)
         _within(STEP_S, serve.shutdown if args.address is None else lambda: serve.delete(args.name))
-        with suppress(Exception):
-            ray.kill(ingress)
+        for ingress in ingresses:
+            with suppress(Exception):
+                ray.kill(ingress)
     # A start that was interrupted has processes, too.
     started = children.now() if args.address is None else []
     _within(STEP_S, ray.shutdown)

@@ -24,23 +24,22 @@ LEAST_CPUS = 0.001
 
 
 class Host:
-    """The process of one host, as an actor of Ray. The first one has the server and leads, the others follow.
+    """The process of one host, as an actor of Ray. The first one has the engine and leads, the others follow.
 
     Args:
         args: The arguments of `dflash cluster`.
         system: The `System` of its config, or None.
-        secret: What replicas share with the ingress.
+        secret: What fronts and engines prove to each other.
         threads: OMP_NUM_THREADS of the process that started the cluster, or "".
-        make_call: Makes what calls the ingress's store of responses.
     """
 
-    def __init__(self, args: Namespace, system, secret: str, threads: str, make_call: Callable):
+    def __init__(self, args: Namespace, system, secret: bytes, threads: str):
         import ray
 
         if not args.replica_cpus:
             # Ray sets it to 1 for an actor that reserves no CPU.
             os.environ["OMP_NUM_THREADS"] = threads
-        self._args, self._system, self._secret, self._call = args, system, secret, make_call()
+        self._args, self._system, self._secret = args, system, secret
         self._address = ray.util.get_node_ip_address()
         self._server: ReplicaServer | None = None
 
@@ -68,12 +67,12 @@ class Host:
         if distributed.is_first() != (index == 0):
             raise EngineError(f"process {index} of a replica: JAX numbers its processes otherwise")
 
-    def lead(self, coordinator: str, count: int) -> str:
-        """Starts the server on the ``count`` processes of the replica, and returns where it listens."""
+    def lead(self, coordinator: str, count: int) -> tuple[str, int]:
+        """Starts the engine on the ``count`` processes of the replica, and returns where it listens."""
         self._join(coordinator, count, 0)
-        self._server = ReplicaServer(self._args, self._system, self._secret, self._address, self._call)
+        self._server = ReplicaServer(self._args, self._system, self._secret, self._address)
         self._server.start()
-        return self._server.url
+        return self._server.address
 
     def follow(self, coordinator: str, count: int, index: int) -> None:
         """Makes the calls of the first process until it ends."""
@@ -100,21 +99,21 @@ def bundle(args: Namespace, gpus: float) -> dict[str, float]:
 
 
 class HostGroup:
-    """The server of a replica over several hosts, with what `ReplicaServer` has.
+    """The engine of a replica over several hosts, with what `ReplicaServer` has.
 
     Args:
-        args, system, secret, threads, make_call: As `Host` takes them.
+        args, system, secret, threads: As `Host` takes them.
         gpus: GPUs of a host.
 
     Attributes:
-        url: Where the first host listens.
-        ongoing: Requests without a complete answer, at the last look.
+        address: Where the first host listens.
+        ongoing: Requests that have not ended, at the last look.
         failure: Why the replica does not work; None while it does.
     """
 
-    def __init__(self, args: Namespace, system, secret: str, threads: str, make_call: Callable, gpus: float):
-        self._args, self.ongoing, self.failure, self.url = args, 0, None, ""
-        self._arguments = (args, system, secret, threads, make_call)
+    def __init__(self, args: Namespace, system, secret: bytes, threads: str, gpus: float):
+        self._args, self.ongoing, self.failure, self.address = args, 0, None, ("", 0)
+        self._arguments = (args, system, secret, threads)
         self._has_ended = threading.Event()
         self._release, self._group, self._each = _reserved(args, gpus)
 
@@ -133,7 +132,7 @@ class HostGroup:
             followers = [host.follow.remote(coordinator, count, 1 + i) for i, host in enumerate(others)]
             leader = first.lead.remote(coordinator, count)
             (ended,), _ = ray.wait([leader, *followers], num_returns=1)
-            url = ray.get(ended)
+            address = ray.get(ended)
             if ended != leader:
                 raise EngineError("another host than the first has ended")
         except BaseException as e:
@@ -141,7 +140,7 @@ class HostGroup:
             if not isinstance(e, ray.exceptions.RayError | EngineError):
                 raise
             raise EngineError(f"a replica over {count} hosts cannot start: {str(e)[-500:]}") from None
-        self.url = url
+        self.address = address
         threading.Thread(target=self._look, name="look", daemon=True).start()
 
     def _look(self) -> None:

@@ -1,202 +1,165 @@
-"""The ingress: the address of a cluster. It relays requests to replicas, and continues the streams of dead ones."""
+"""An address of a cluster: a supervisor of fronts, which answer for all engines that are announced to it."""
 
 import asyncio
 import logging
+import threading
 import time
-import uuid
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from argparse import Namespace
+from typing import Any
 
-import aiohttp
-
-from dflash_jax.cluster.member import RunHeader
-from dflash_jax.cluster.metrics import merged
-from dflash_jax.cluster.relay import HOP_HEADERS, Answer, Link, Relay, as_json
-from dflash_jax.cluster.routing import ANSWER_S, Replica, Replicas
-from dflash_jax.server.access import OPEN_PATHS, Access
-from dflash_jax.server.body import Bodies, Body, check_type, has_body
-from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
-from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
-from dflash_jax.server.media import MEDIA_PATHS
-from dflash_jax.server.page_files import PAGE_PATHS
+from dflash_jax.cluster.front_process import Engines, words_of
+from dflash_jax.cluster.link import tls_contexts
+from dflash_jax.parallel.group import end_process
+from dflash_jax.server.launch import check_extra, set_logging
+from dflash_jax.server.supervisor import Supervisor
 
 log = logging.getLogger("dflash_jax.cluster")
 
-# Requests that every replica gets.
-ABORT = "/abort_request"
-BROADCAST = (ABORT, "/flush_cache", "/reset_prefix_cache")
-# Seconds that a replica has for its answer to them.
-CONTROL_S = 10.0
-# Positions of a slot, for the number of values of a body: replicas check it again.
-CAPACITY = 2**20
+FRONT = "dflash_jax.cluster.front_process"
+# Seconds without an announcement after which an engine gets no further requests, and between two looks at that.
+FORGET_S, LOOK_S = 30.0, 1.0
 
 
-class Ingress:
-    """The ASGI application of a cluster's address.
+class Fronts(Supervisor):
+    """The fronts of an ingress. Its thread is not the process's first one, and hears no signals.
 
     Args:
-        secret: What replicas demand of requests.
-        api_keys: Keys that clients may send; empty: none is needed.
-        hosts: Names that the Host header may have; None for any.
-        limits: Limits of a request.
-        wait_s: As `Link.wait_s`.
-        origins: As `Access.origins`.
+        args: The arguments of `dflash cluster`.
+        secret: What fronts and engines prove to each other.
+        front: The fronts' module.
 
     Attributes:
-        is_draining: Whether no further requests are taken.
-        in_flight: Requests without a complete answer.
-        link: What all requests share, once `start` has run.
+        has_begun: Set when fronts are started.
+        engines: Host, port and the time of the last announcement of each engine, by name.
     """
 
-    def __init__(
-        self,
-        secret: str,
-        api_keys: Sequence[str] = (),
-        hosts: Collection[str] | None = None,
-        limits: Limits = DEFAULT_LIMITS,
-        wait_s: float = Link.wait_s,
-        origins: Collection[str] = (),
-    ):
-        self._secret, self.limits, self._wait_s = secret, limits, wait_s
-        self._access = Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS), origins)
-        self.is_draining, self.in_flight = False, 0
-        self._bodies = Bodies()
-        self.link: Link | None = None
+    def __init__(self, args: Namespace, secret: bytes, front: str = FRONT):
+        super().__init__(args, words_of(args), front=front)
+        self._secret, self.has_begun = secret, threading.Event()
+        self.engines: dict[str, tuple[str, int, float]] = {}
+        self._told: Engines | None = None
 
     @property
-    def replicas(self) -> Replicas:
-        """The replicas."""
-        assert self.link is not None, "the ingress is not started"
-        return self.link.replicas
+    def url(self) -> str:
+        """Where clients reach it."""
+        return self._url
 
-    async def start(self) -> None:
-        """Begins to watch replicas, on the running event loop."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False, read_bufsize=2**18
-        )
-        self.link = Link(http, self._secret, Replicas(self._look), self._wait_s)
-        self._watching = asyncio.create_task(self.replicas.watch())
+    def _hear_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._begin(self._forget())
 
-    async def stop(self) -> None:
-        """Ends the watch, and all connections to replicas."""
-        if self.link is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-            await self.link.http.close()
+    def _start_engine(self) -> None:
+        """Engines announce themselves."""
+        self.has_begun.set()
 
-    async def _look(self, replica: Replica) -> bool:
-        assert self.link is not None
+    def _start_front(self, number: int) -> None:
+        super()._start_front(number)
+        self._fronts[number].send(self._announced())
+
+    def _announced(self) -> Engines:
+        engines = [(name, host, port) for name, (host, port, _) in sorted(self.engines.items())]
+        return Engines(self._secret, engines)
+
+    def _tell(self) -> None:
+        record = self._announced()
+        if record != self._told:
+            self._told = record
+            for front in self._fronts.values():
+                front.send(record)
+
+    def join(self, name: str, host: str, port: int) -> None:
+        """An engine takes requests, or still does."""
+        if name not in self.engines:
+            log.info("engine %s joins at %s:%d", name, host, port)
+        self.engines[name] = host, port, time.monotonic()
+        self._tell()
+
+    def leave(self, name: str) -> None:
+        """An engine takes no further requests."""
+        if self.engines.pop(name, None) is not None:
+            log.info("engine %s leaves", name)
+            self._tell()
+
+    async def _forget(self) -> None:
+        """Leaves engines that announce themselves no more."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            for name, (_, _, last) in list(self.engines.items()):
+                if now - last > FORGET_S:
+                    log.warning("engine %s has not announced itself for %g s", name, FORGET_S)
+                    self.leave(name)
+
+    async def end(self, seconds: float) -> None:
+        """Takes no further requests, and ends the fronts when those under way have ended, or after ``seconds``."""
+        if self._phase in ("starting", "serving"):
+            self._phase, self.args.drain_s = "draining", seconds
+            await self._drain("the end of the cluster")
+
+
+class IngressServer:
+    """The fronts of an ingress on a thread of their supervisor's.
+
+    Args:
+        args: The arguments of `dflash cluster`.
+        secret: What fronts and engines prove to each other.
+        front: The fronts' module.
+    """
+
+    def __init__(self, args: Namespace, secret: bytes, front: str = FRONT):
+        set_logging(args)
+        check_extra()
+        tls_contexts(args)
+        self._fronts, self._error = Fronts(args, secret, front), None
+        self._thread = threading.Thread(target=self._run, name="fronts", daemon=True)
+
+    def _run(self) -> None:
         try:
-            async with self.link.request(replica, _get("/ready"), b"", RunHeader("", 0, None)) as answer:
-                await answer.read()
-                return answer.status == 200
-        except aiohttp.ClientConnectorError as e:
-            raise e.os_error from None
-        except aiohttp.ClientError as e:
-            raise OSError(str(e) or type(e).__name__) from None
-
-    async def __call__(self, scope, receive, send) -> None:
-        """The ASGI application."""
-        if scope["type"] != "http":
-            return
-        body = None
-        self.in_flight += 1
-        try:
-            headers = dict(scope["headers"])
-            if not scope["path"].startswith("/"):
-                raise ApiError(400, f"the path {scope['path'][:64]!r} must begin with /")
-            owner = self._access.check(scope)
-            if self.is_draining and scope["method"] == "POST":
-                raise ApiError(503, "the server is shutting down")
-            content = b""
-            if has_body(headers) and not self._access.is_open(scope):
-                check_type(headers)
-                client = owner if self._access.keys else None, (scope.get("client") or (None,))[0]
-                body = Body(self._bodies, self.limits, client, self._most_bytes(scope["path"]), CAPACITY)
-                content = await body.read(receive)
-            await self._answer(scope, content, receive, send)
-        except ApiError as e:
-            await error_response(e, scope)(scope, receive, send)
-        except ClientGoneError:
-            pass
+            self._fronts.run()
+        except Exception as e:
+            self._error = e
+            if self._fronts.has_begun.is_set():
+                # Another process takes its place.
+                end_process(f"the fronts of an ingress have ended: {e}")
         finally:
-            self.in_flight -= 1
-            if body is not None:
-                body.close()
+            self._fronts.has_begun.set()
 
-    def _most_bytes(self, path: str) -> int:
-        return self.limits.media_body_bytes if path in MEDIA_PATHS else self.limits.body_bytes
-
-    async def _answer(self, scope, content: bytes, receive, send) -> None:
-        path = scope["path"]
-        if path in ("/health", "/ping"):
-            await as_json({"status": "ok"}).send(send)
-        elif path == "/ready":
-            status = "draining" if self.is_draining else "ok" if self.replicas.open else "no replica is ready"
-            answer = as_json({"status": status})
-            await replace(answer, status=200 if status == "ok" else 503).send(send)
-        elif path == "/metrics":
-            await (await self._metrics()).send(send)
-        elif path in BROADCAST:
-            await (await self._broadcast(scope, content)).send(send)
-        else:
-            assert self.link is not None
-            await Relay(self.link, scope, content, send).run(receive)
-
-    async def _metrics(self) -> Answer:
-        """The metrics of all replicas that answer."""
-        assert self.link is not None
-        replicas = [replica for replica in self.replicas.all if not replica.missed]
-        answers = await asyncio.gather(*(self._ask(replica, _get("/metrics"), b"", ANSWER_S) for replica in replicas))
-        pairs = zip(replicas, answers, strict=True)
-        texts = {replica.name: answer.body for replica, answer in pairs if answer is not None}
-        kind = b"text/plain; version=0.0.4; charset=utf-8"
-        return Answer(200, [(b"content-type", kind)], await asyncio.to_thread(merged, texts, self.link.counts))
-
-    async def _broadcast(self, scope, content: bytes) -> Answer:
-        """Sends a request to all replicas.
-
-        Returns:
-            The first answer that is no success, or else any.
+    def start(self) -> None:
+        """Starts the fronts.
 
         Raises:
-            ApiError: There is no replica, or one that lives does not answer.
+            InputError: The address cannot be used, or the arguments are wrong.
         """
-        assert self.link is not None
-        if scope["path"] == ABORT:
-            for relay in self.link.waiting:
-                relay.add_abort(scope, content)
-        replicas = self.replicas.all
-        answers = await asyncio.gather(*(self._ask(replica, scope, content, CONTROL_S) for replica in replicas))
-        # One that died meanwhile has nothing any more that the request is of.
-        alive = self.replicas.all
-        missing = [
-            replica.name
-            for replica, answer in zip(replicas, answers, strict=True)
-            if answer is None and replica in alive
-        ]
-        got = [answer for answer in answers if answer is not None]
-        if missing:
-            message = f"{len(got)} of {len(got) + len(missing)} replicas have answered, and not {', '.join(missing)}"
-            raise ApiError(503, f"{message}: send the request again")
-        if not got:
-            raise ApiError(503, "no replica is ready")
-        return next((answer for answer in got if answer.status != 200), got[0])
+        self._thread.start()
+        self._fronts.has_begun.wait()
+        if self._error is not None:
+            raise self._error
+        log.info("listening on %s, waiting for engines", self.url)
 
-    async def _ask(self, replica: Replica, scope, content: bytes, seconds: float) -> Answer | None:
-        """A replica's answer; None where it is lost, or takes more than ``seconds``."""
-        assert self.link is not None
-        run = RunHeader(uuid.uuid4().hex, int(time.time()), scope.get("client"))
-        try:
-            async with asyncio.timeout(seconds), self.link.request(replica, scope, content, run) as answer:
-                headers = [(name, value) for name, value in answer.raw_headers if name.lower() not in HOP_HEADERS]
-                return Answer(answer.status, headers, await answer.read())
-        except (aiohttp.ClientError, OSError) as e:
-            self.link.lose_unless_listening(replica, e)
-        return None
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        return self._fronts.url
 
+    @property
+    def has_engines(self) -> bool:
+        """Whether any engine is known."""
+        return bool(self._fronts.engines)
 
-def _get(path: str) -> dict:
-    """The scope of the ingress's own GET request."""
-    return {"method": "GET", "path": path, "headers": [(b"host", b"localhost")]}
+    def join(self, name: str, host: str, port: int) -> None:
+        """An engine takes requests, or still does."""
+        self._soon(self._fronts.join, name, host, port)
+
+    def leave(self, name: str) -> None:
+        """An engine takes no further requests."""
+        self._soon(self._fronts.leave, name)
+
+    def _soon(self, function: Any, *arguments: Any) -> None:
+        if not self._fronts.loop.is_closed():
+            self._fronts.loop.call_soon_threadsafe(function, *arguments)
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """Takes no further requests, and returns when the fronts have ended, after ``seconds`` at most."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._fronts.end(seconds), self._fronts.loop)
+            self._thread.join()

@@ -56,6 +56,9 @@ class ClusterOptions:
     replicas: tuple[int, int] = _cluster(
         (1, 1), "a number, or MIN:MAX, between which it follows the load (default: 1)", "N|MIN:MAX", read=replicas
     )
+    ingresses: int = _cluster(
+        1, "addresses of the cluster, each on a node of its own (default: 1)", "N", least=1, most=MOST_HOSTS
+    )
     name: str = _cluster("dflash", "of this cluster, on a Ray cluster that has several", "NAME", read=name)
     address: str | None = _cluster(
         None,

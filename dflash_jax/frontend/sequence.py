@@ -216,28 +216,6 @@ class TextSequence:
                 self.text.push(*(t for t in self.token_ids if self._is_shown(t)))
             self.text.finish()
 
-    def replay(self, piece: Piece, drafts: int, draft_tokens: int) -> Piece:
-        """Takes a piece of an earlier run of the same sequence. The request, once submitted, goes on after it.
-
-        Args:
-            piece: The piece. Its text and places may be missing.
-            drafts: ``drafts`` of the earlier run after it.
-            draft_tokens: ``draft_tokens`` of the earlier run after it.
-
-        Returns:
-            The piece with its text, as `pieces` has it, without proposals.
-        """
-        request, record = self.request, self._draft_record
-        if request.monitor and piece.token_ids:
-            request.monitor(piece.token_ids)
-        request.tokens += piece.token_ids
-        request.finish_reason = piece.finish_reason
-        self._draft_record = None
-        self.take(Event(request, piece.token_ids, piece.acceptance_lengths, piece.logprobs, piece.finish_reason))
-        self._draft_record = record
-        self.drafts, self.draft_tokens = drafts, draft_tokens
-        return self.pieces.popleft()
-
     def fail(self, error: Exception) -> None:
         """Ends the sequence with an error where no event follows."""
         self.request.finish_reason, self.error = "error", error

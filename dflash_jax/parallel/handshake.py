@@ -33,11 +33,12 @@ NONCE, PROOF = 32, sha256().digest_size
 _HELLO = struct.Struct(f"!{len(MAGIC)}sIQ{NONCE}s")
 
 
-def _proof(secret: bytes, *parts: bytes) -> bytes:
+def proof_of(secret: bytes, *parts: bytes) -> bytes:
+    """Shows who knows the parts and the secret that they know the secret."""
     return hmac.digest(secret, b"".join(parts), "sha256")
 
 
-def _tune(connection: socket.socket) -> None:
+def tune(connection: socket.socket) -> None:
     """Sends small frames at once, and has the system probe the other host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -133,7 +134,7 @@ class Listener:
                             continue
                         del greetings[greeting.socket]
                         selector.unregister(greeting.socket)
-                        _tune(greeting.socket)
+                        tune(greeting.socket)
                         followers[index] = greeting.socket, free
             for greeting in [*greetings.values()]:
                 close(greeting)
@@ -169,11 +170,11 @@ class Listener:
         """A follower's index and its free memory; None for a stranger."""
         hello, proof = data[: _HELLO.size], data[_HELLO.size :]
         magic, index, free, nonce = _HELLO.unpack(hello)
-        expected = _proof(self._secret, b"follower", greeting.nonce, hello)
+        expected = proof_of(self._secret, b"follower", greeting.nonce, hello)
         if magic != MAGIC or not hmac.compare_digest(proof, expected) or not 1 <= index < self._count:
             return None
         try:
-            greeting.socket.send(_proof(self._secret, b"leader", nonce, hello))
+            greeting.socket.send(proof_of(self._secret, b"leader", nonce, hello))
         except OSError:
             return None
         return index, free
@@ -204,7 +205,7 @@ def connect(
                 continue
             try:
                 _greet(connection, secret, index, free)
-                _tune(connection)
+                tune(connection)
                 return connection
             except (OSError, EngineError) as e:
                 connection.close()
@@ -220,8 +221,8 @@ def _greet(connection: socket.socket, secret: bytes, index: int, free: int) -> N
     hello = _HELLO.pack(MAGIC, index, free, nonce)
     if first[: len(MAGIC)] != MAGIC:
         raise EngineError("the process there does not lead a group of this version")
-    connection.sendall(hello + _proof(secret, b"follower", first[len(MAGIC) :], hello))
-    if not hmac.compare_digest(_exactly(connection, PROOF), _proof(secret, b"leader", nonce, hello)):
+    connection.sendall(hello + proof_of(secret, b"follower", first[len(MAGIC) :], hello))
+    if not hmac.compare_digest(_exactly(connection, PROOF), proof_of(secret, b"leader", nonce, hello)):
         raise EngineError("the process there does not know the secret of this group")
 
 

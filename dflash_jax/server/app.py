@@ -24,7 +24,7 @@ from dflash_jax.server.body import Body, already_read, check_type, has_body
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
 from dflash_jax.server.page_files import PAGE_PATHS, page_file
-from dflash_jax.server.request_context import ID_HEADER, RequestContext, while_connected
+from dflash_jax.server.request_context import ID_HEADER, RequestContext, fresh_id, while_connected
 from dflash_jax.server.serving import Serving
 
 log = logging.getLogger("dflash_jax.access")
@@ -39,7 +39,7 @@ def needs_engine(scope) -> bool:
 
 
 # What applications around the gate may say of a request.
-GIVEN = "run", "on_begin", "on_end"
+GIVEN = "on_begin", "on_end"
 
 
 class Gate:
@@ -53,13 +53,13 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Applications around this one say what observes the request, and whether it is a run of an earlier one.
+        # Applications around this one say what observes the request.
         given = {name: value for name, value in scope.get("state", {}).items() if name in GIVEN}
         context = RequestContext(Headers(scope=scope), **given)
         context.enter()
         context.model, context.unknown_fields = self.serving.name, self.serving.limits.unknown_fields
         if self.serving.additions.request_ids and ID_HEADER not in context.headers:
-            context.returned_id = context.run.fresh_id()
+            context.returned_id = fresh_id()
         # A copy: the server keeps its own as long as the connection.
         scope, start = scope | {"state": vars(context)}, time.perf_counter()
 
@@ -125,7 +125,7 @@ class Gate:
         if needs_engine(scope):
             if serving.is_draining:
                 raise ApiError(503, "the server is shutting down")
-            if not serving.is_ready:
+            if not serving.engine.takes_requests:
                 raise ApiError(503, "the server is warming up")
 
 

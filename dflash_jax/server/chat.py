@@ -140,7 +140,7 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     serving: Serving = http.app.state.serving
     name = current().choose_id("chatcmpl-", body.request_id, body.rid)
     talk, sequences = await prepare_chat(serving, body)
-    head = {"id": name, "created": current().run.created, "model": body.model or serving.name}
+    head = {"id": name, "created": current().created, "model": body.model or serving.name}
     body = body.without_large()
     if body.stream:
         answer = EventStream(stream_chunks(serving, body, talk, sequences, head)).start()
@@ -332,7 +332,7 @@ async def chat_completions_batch(http: Request, body: chat_schema.ChatBatchReque
     serving: Serving = http.app.state.serving
     name = current().choose_id("chatcmpl-", body.request_id, body.rid)
     bodies, talks, sequences = await prepare_batch(serving, body)
-    head = {"id": name, "created": current().run.created, "model": body.model or serving.name}
+    head = {"id": name, "created": current().created, "model": body.model or serving.name}
     bodies = [each.without_large() for each in bodies]
     return Later(http, full_batch_response(serving, bodies, talks, sequences, head))
 

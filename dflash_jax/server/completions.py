@@ -85,7 +85,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
     head = {
         "id": current().choose_id("cmpl-", body.request_id, body.rid),
         "object": "text_completion",
-        "created": current().run.created,
+        "created": current().created,
         "model": body.model or serving.name,
     }
     body = body.without_large()

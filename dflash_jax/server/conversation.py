@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 from dflash_jax.errors import InputError
@@ -19,7 +18,6 @@ from dflash_jax.server import chat_schema
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
-from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
 
@@ -172,8 +170,7 @@ class Conversation:
     def _tool_parser(self) -> ToolParser | None:
         if not self.tools:
             return None
-        # Each parser has its own source of ids, since the choices of a request take turns in any order.
-        return ToolParser(self.xml, self.tools, self.is_forced, Random(current().run.fresh_id()))
+        return ToolParser(self.xml, self.tools, self.is_forced)
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:

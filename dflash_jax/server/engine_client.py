@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_jax import protocol
@@ -62,6 +63,37 @@ def exception_of(failure: protocol.Failure) -> Exception:
     return protocol.FAILURES[failure.kind](failure.message)
 
 
+class LostError(UnavailableError):
+    """The connection to the engine has ended: what became of a call is unknown."""
+
+
+# Takes an event of the request at a place of a submission.
+Put = Callable[[int, protocol.Event], None]
+
+
+@dataclass
+class _Taker:
+    """Where the records of a request go.
+
+    Attributes:
+        put: Takes its events.
+        place: Its place in the submission.
+        sequence: Its sequence.
+        scores: Log-probabilities of prompt tokens that the engine has sent.
+    """
+
+    put: Put
+    place: int
+    sequence: "RemoteSequence"
+    scores: int = 0
+
+    def take_scores(self, entries: list[dict[str, Any]]) -> None:
+        """Takes log-probabilities of prompt tokens, but for those that an earlier engine has sent."""
+        known = self.sequence.request.prompt_entries
+        known += entries[max(0, len(known) - self.scores) :]
+        self.scores += len(entries)
+
+
 class Inbox:
     """The events of the requests of one submission."""
 
@@ -91,6 +123,24 @@ class Inbox:
         return place, events
 
 
+class Submission:
+    """Requests that an engine has.
+
+    Args:
+        client: The engine.
+        number: Of the call that has submitted them.
+        requests: Their numbers.
+    """
+
+    def __init__(self, client: "EngineClient", number: int, requests: Sequence[int]):
+        self._client, self._number, self._requests = client, number, requests
+
+    def leave(self, places: Iterable[int] | None = None) -> None:
+        """Aborts the requests at ``places``, or all, that have not ended. There are no further events of them."""
+        requests = self._requests if places is None else [self._requests[place] for place in places]
+        self._client.leave(self._number, requests)
+
+
 class EngineClient:
     """The engine as a front knows it.
 
@@ -102,7 +152,10 @@ class EngineClient:
         state: Whether it takes requests, and why it has failed.
         clock: Its clock at its last events, in seconds.
         plain_round_s: Measured seconds of a plain round at its last events; None: not measured.
+        submits_again: Whether a submission may be sent again, with its media.
     """
+
+    submits_again = False
 
     def __init__(self, send: Callable[[protocol.FromFront], None]):
         self._send = send
@@ -111,7 +164,12 @@ class EngineClient:
         self.clock, self.plain_round_s = 0.0, None
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future] = {}
-        self._inboxes: dict[int, tuple[Inbox, int, RemoteSequence]] = {}
+        self._takers: dict[int, _Taker] = {}
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may come: the engine is ready."""
+        return self.state.is_ready
 
     def receive(self, record: protocol.FromEngine) -> None:
         """Takes a record of the engine."""
@@ -121,8 +179,8 @@ class EngineClient:
                 for event in record.events:
                     self._deliver(event)
             case protocol.Scores():
-                if (entry := self._inboxes.get(record.number)) is not None:
-                    entry[2].request.prompt_entries += record.entries
+                if (entry := self._takers.get(record.number)) is not None:
+                    entry.take_scores(record.entries)
             case protocol.Hello():
                 self.hello = record
             case protocol.State():
@@ -140,9 +198,9 @@ class EngineClient:
         """The engine is gone: all calls and requests fail, until there is a new one."""
         self.state = protocol.State(False, None)
         for number in list(self._calls):
-            self._settle(number, lambda call: call.set_exception(UnavailableError(reason)))
+            self._settle(number, lambda call: call.set_exception(LostError(reason)))
         failure = protocol.Failure("engine", reason)
-        for number in list(self._inboxes):
+        for number in list(self._takers):
             self._deliver(protocol.Event(number, failure=failure))
 
     def _settle(self, number: int, settle: Callable[[asyncio.Future], None]) -> None:
@@ -152,18 +210,17 @@ class EngineClient:
 
     def _deliver(self, event: protocol.Event) -> None:
         is_last = event.finish_reason is not None or event.failure is not None
-        entry = self._inboxes.pop(event.number, None) if is_last else self._inboxes.get(event.number)
+        entry = self._takers.pop(event.number, None) if is_last else self._takers.get(event.number)
         if entry is not None:
-            inbox, place, _ = entry
-            inbox.put(place, event)
+            entry.put(entry.place, event)
 
-    async def _call(self, number: int, record: protocol.FromFront) -> Any:
+    async def _call(self, number: int, record: protocol.FromFront, requests: Sequence[int] = ()) -> Any:
         self._calls[number] = call = asyncio.get_running_loop().create_future()
         try:
             self._send(record)
             return await call
         except asyncio.CancelledError:
-            self._send(protocol.Leave(number, []))
+            self._send(protocol.Leave(number, list(requests)))
             raise
         finally:
             self._calls.pop(number, None)
@@ -203,23 +260,56 @@ class EngineClient:
             QueueFullError: The queue has not as many places now.
             UnavailableError: The engine has failed or was stopped.
         """
-        context, number, inbox = current(), next(self._numbers), Inbox()
+        inbox = Inbox()
+        submission = await self.submit(sequences, inbox.put)
+        try:
+            yield inbox
+        finally:
+            submission.leave()
+
+    async def submit(
+        self,
+        sequences: Sequence[RemoteSequence],
+        put: Put,
+        done: Sequence[tuple[list[int], int]] = (),
+        beginnings: Sequence[int | bytes] = (),
+    ) -> Submission:
+        """Submits sequences, all of them or none.
+
+        Args:
+            sequences: The sequences.
+            put: Takes their events; the first ones may come before this returns.
+            done: For each sequence, the tokens after which it goes on, and how many engines have lost it; empty: none.
+            beginnings: As of `protocol.Submit`.
+
+        Raises:
+            InputError, QueueFullError, UnavailableError: As of `submitted`.
+        """
+        context, number = current(), next(self._numbers)
         prompts: dict[int, protocol.Prompt] = {}
         numbers = []
         for place, sequence in enumerate(sequences):
             prompt = prompts.setdefault(id(sequence.prompt), sequence.prompt.without_choices())
-            request, each = sequence.request, next(self._numbers)
+            tokens, losses = done[place] if done else ([], 0)
+            request = next(self._numbers)
             name = context.ids.get(sequence, context.answer_id)
-            prompt.choices.append(protocol.Choice(each, name, request.params.seed or 0, list(request.tokens)))
-            numbers.append(each)
-            self._inboxes[each] = inbox, place, sequence
-        try:
-            if sequences:
-                record = protocol.Submit(number, context.client, context.owner, list(prompts.values()))
-                for prompt, tower_s in zip(record.prompts, await self._call(number, record), strict=True):
-                    # The choices share it.
-                    prompt.preparation["tower"] = tower_s
-            yield inbox
-        finally:
-            if unfinished := [each for each in numbers if self._inboxes.pop(each, None) is not None]:
-                self._send(protocol.Leave(number, unfinished))
+            prompt.choices.append(protocol.Choice(request, name, sequence.request.params.seed or 0, tokens, losses))
+            numbers.append(request)
+            self._takers[request] = _Taker(put, place, sequence)
+        if sequences:
+            record = protocol.Submit(number, context.client, context.owner, list(prompts.values()), list(beginnings))
+            try:
+                seconds = await self._call(number, record, numbers)
+            except BaseException:
+                for request in numbers:
+                    self._takers.pop(request, None)
+                raise
+            for prompt, tower_s in zip(record.prompts, seconds, strict=True):
+                # The choices share it.
+                prompt.preparation["tower"] = tower_s
+        return Submission(self, number, numbers)
+
+    def leave(self, number: int, requests: Sequence[int]) -> None:
+        """Aborts requests of the call ``number`` that have not ended."""
+        if unfinished := [request for request in requests if self._takers.pop(request, None) is not None]:
+            self._send(protocol.Leave(number, unfinished))

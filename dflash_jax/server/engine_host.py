@@ -147,8 +147,13 @@ class EngineHost:
 
     def tell_state(self) -> None:
         """Sends the state to all fronts. Any thread may call it."""
+        self.tell(self.state())
+
+    def tell(self, record: protocol.FromEngine, besides: "FrontConnection | None" = None) -> None:
+        """Sends a record to all fronts but one. Any thread may call it."""
         for front in list(self._fronts):
-            front.tell(self.state())
+            if front is not besides:
+                front.tell(record)
 
     def set_ready(self) -> None:
         """Starts the engine's thread, and takes requests from now on. Any thread may call it."""
@@ -208,6 +213,7 @@ class EngineHost:
             "running": engine.running,
             "waiting": engine.waiting,
             "waiting_tokens": engine.waiting_tokens,
+            "slots": engine.runner.slots,
             "usage": engine.usage,
             "positions": engine.positions,
             "requests": dict(s.requests),
@@ -295,8 +301,10 @@ class FrontConnection:
     def __init__(self, host: EngineHost, send: Callable[[protocol.FromEngine], None]):
         self._host, self.send = host, send
         self.live: dict[int, _Live] = {}
-        # Of the first record on.
+        # Of the connection, or of its first record.
         self._loop: asyncio.AbstractEventLoop | None = None
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task] = {}
         # What the next turns of the loop send.
         self._unsent: deque[protocol.Event | protocol.Scores] = deque()
@@ -306,11 +314,11 @@ class FrontConnection:
         self._loop = self._loop or asyncio.get_running_loop()
         match record:
             case protocol.Submit():
-                self._begin(record.number, self._submit(record))
+                self._begin(record.number, self._submit, record)
             case protocol.Compile():
-                self._begin(record.number, self._compile(record))
+                self._begin(record.number, self._compile, record)
             case protocol.Ask():
-                self._begin(record.number, self._answer(record))
+                self._begin(record.number, self._answer, record)
             case protocol.Leave():
                 if (task := self._calls.pop(record.number, None)) is not None:
                     task.cancel()
@@ -318,14 +326,14 @@ class FrontConnection:
             case protocol.Abort():
                 self._host.abort(record.owner, record.name)
 
-    def tell(self, state: protocol.State) -> None:
-        """Sends the engine's state. Any thread may call it."""
+    def tell(self, record: protocol.FromEngine) -> None:
+        """Sends a record that answers none. Any thread may call it."""
         if self._loop is None:
-            self.send(state)
+            self.send(record)
             return
-        # A closed loop waits for no state.
+        # A closed loop waits for no record.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.send, state)
+            self._loop.call_soon_threadsafe(self.send, record)
 
     def close(self) -> None:
         """The front has gone: its calls and requests end."""
@@ -334,10 +342,10 @@ class FrontConnection:
             task.cancel()
         self._leave(list(self.live))
 
-    def _begin(self, number: int, work: Coroutine[Any, Any, protocol.FromEngine]) -> None:
+    def _begin(self, number: int, work: Callable[[Any], Coroutine[Any, Any, protocol.FromEngine]], record) -> None:
         async def call() -> None:
             try:
-                self.send(await work)
+                self.send(await work(record))
             except ApiError as e:
                 self.send(protocol.Failed(number, protocol.Failure("api", e.message, e.status_code, e.param)))
             except Exception as e:
@@ -371,6 +379,8 @@ class FrontConnection:
                 live.rows.leave()
             raise
         self.live |= begun
+        self._host.tell(protocol.Begun(self._host.engine.open_requests, record.beginnings), besides=self)
+        self._host.metrics.count_losses([choice for prompt in record.prompts for choice in prompt.choices])
         return protocol.Accepted(record.number, seconds)
 
     async def _prepare(self, record: protocol.Submit, prompt: protocol.Prompt, begun: dict[int, _Live]) -> float:

@@ -33,13 +33,41 @@ class FrontChannel(wire.Channel):
         self.front.close()
 
 
+class FrontChannels:
+    """The connections of all fronts of an engine.
+
+    Args:
+        host: The engine's side.
+    """
+
+    def __init__(self, host):
+        self._host, self._channels = host, []
+
+    def new(self) -> FrontChannel:
+        """The channel of a front that connects."""
+        self._channels = [channel for channel in self._channels if not channel.has_ended]
+        self._channels.append(channel := FrontChannel(self._host))
+        return channel
+
+    async def close(self) -> None:
+        """Closes all connections when fronts have what ended their requests, or after some seconds."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_S
+        while any(channel.front.live for channel in self._channels) and loop.time() < until:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        for channel in self._channels:
+            channel.close()
+        while not all(channel.has_ended for channel in self._channels) and loop.time() < until:
+            await asyncio.sleep(0.01)
+
+
 class EngineProcess(supervised.Child):
     """Loads the model, compiles its programs, and answers fronts until the supervisor asks for the end."""
 
     def __init__(self):
         super().__init__()
         self._stopped, self._code = asyncio.Event(), 0
-        self._channels: list[FrontChannel] = []
 
     def receive(self, record: Any) -> None:
         """Takes a record of the supervisor."""
@@ -68,7 +96,8 @@ class EngineProcess(supervised.Child):
         args, loop = self.args, asyncio.get_running_loop()
         if args.exit_on_failure:
             host.engine.on_failure = partial(loop.call_soon_threadsafe, self.send, supervised.Broken())
-        server = await wire.listen(self.start.path, lambda: self._new_channel(host))
+        channels = FrontChannels(host)
+        server = await wire.listen(self.start.path, channels.new)
         self.send(supervised.Loaded())
 
         def tell_ready() -> None:
@@ -81,7 +110,7 @@ class EngineProcess(supervised.Child):
         await self._stopped.wait()
         server.close()
         await asyncio.to_thread(end_engine, host)
-        await self._send_last()
+        await channels.close()
         return self._code
 
     def _fail(self) -> None:
@@ -89,23 +118,6 @@ class EngineProcess(supervised.Child):
         self._code = 1
         self.send(supervised.Failed("", self._code))
         self._stopped.set()
-
-    def _new_channel(self, host) -> FrontChannel:
-        self._channels = [channel for channel in self._channels if not channel.has_ended]
-        self._channels.append(channel := FrontChannel(host))
-        return channel
-
-    async def _send_last(self) -> None:
-        """Sends fronts what ended their requests."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + LAST_S
-        while any(channel.front.live for channel in self._channels) and loop.time() < until:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0)
-        for channel in self._channels:
-            channel.close()
-        while not all(channel.has_ended for channel in self._channels) and loop.time() < until:
-            await asyncio.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class FrontProcess(supervised.Child):
     def __init__(self):
         super().__init__()
         self._channel_to_engine: wire.Channel | None = None
+        self._client: Any = None
         self._path, self._connecting, self._imported = "", asyncio.Lock(), asyncio.Event()
         self._has_hello = asyncio.Event()
         self._serving, self._http = None, None
@@ -63,6 +64,19 @@ class FrontProcess(supervised.Child):
         return 0 if self._serving is None else self._serving.in_flight
 
     # The engine.
+    def new_client(self) -> Any:
+        """What the server has in place of an engine: an `EngineClient`."""
+        from dflash_jax.server.engine_client import EngineClient
+
+        return EngineClient(self._to_engine)
+
+    def facts_of(self, hello: protocol.Hello) -> dict[str, Any]:
+        """The `ModelFacts` of the engine's model."""
+        return hello.model
+
+    def take_model(self, model: Any) -> None:
+        """Called with the `FrontModel`, before there are requests."""
+
     async def _connect(self, after_s: float = 0.0) -> None:
         """Connects to the engine that was named last."""
         await self._imported.wait()
@@ -99,7 +113,6 @@ class FrontProcess(supervised.Child):
         from dflash_jax.frontend.tokenizer import auto_tokenizer
         from dflash_jax.server.app import build
         from dflash_jax.server.connections import ConnectionLimits
-        from dflash_jax.server.engine_client import EngineClient
         from dflash_jax.server.tracing import Tracer
 
         listening = socket.socket(fileno=start.listening)
@@ -107,7 +120,7 @@ class FrontProcess(supervised.Child):
         tls, origins = transport.tls_context(args), cors.of_arguments(args)
         tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
         store = response_store(args, start.path)
-        self._client = EngineClient(self._to_engine)
+        self._client = self.new_client()
         self._imported.set()
         # Templates need it; the engine loads meanwhile.
         await asyncio.to_thread(auto_tokenizer)
@@ -116,7 +129,8 @@ class FrontProcess(supervised.Child):
         assert hello is not None
         # The engine has chosen a model where the arguments name none.
         args.target = None if hello.info["model_path"] == "bundled" else hello.info["model_path"]
-        model = await asyncio.to_thread(lambda: FrontModel(ModelFacts(**hello.model)))
+        model = await asyncio.to_thread(lambda: FrontModel(ModelFacts(**self.facts_of(hello))))
+        self.take_model(model)
         self._serving = serving = serving_of(args, model, self._client, store, start.fronts)
         await asyncio.to_thread(serving.prepare)
         app = around(build(serving, args.api_keys, allowed_hosts(args), origins), serving, args, tracer)

@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` can read them."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from math import isnan
 
@@ -11,13 +11,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.protocol import MEDIA_STEPS
+from dflash_jax.protocol import MEDIA_STEPS, Choice
 
 LABELS = ("model_name", "engine")
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+# Requests that another engine has lost.
+LOSSES = {
+    "resumed": "Requests that went on here after the tokens of another engine.",
+    "repeated": "Requests that began again here.",
+}
 
 
 class Metrics:
@@ -49,6 +55,13 @@ class Metrics:
             step: histogram(f"media_{step}_seconds", text, REQUEST_S, "dflash") for step, text in MEDIA_STEPS.items()
         }
         self._last: dict = {}
+        self._losses = dict.fromkeys(LOSSES, 0)
+
+    def count_losses(self, choices: Iterable[Choice]) -> None:
+        """Counts those of new requests that another engine has lost."""
+        for choice in choices:
+            if choice.losses:
+                self._losses["resumed" if choice.tokens else "repeated"] += 1
 
     def observe(self, event: Event) -> None:
         """Counts an event that was just received."""
@@ -142,6 +155,10 @@ class Metrics:
         for (rows, spec), count in dict(s.dispatches).items():
             rounds.add_metric([*labels, str(rows), str(spec)], count)
         yield rounds
+        for name, text in LOSSES.items():
+            family = CounterMetricFamily(f"dflash:cluster_{name}", text, labels=LABELS)
+            family.add_metric(labels, self._losses[name])
+            yield family
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
 
     def _cache_config(self) -> Metric:

@@ -166,19 +166,22 @@ async def server_info(http: Request):
     """The server's configuration and the engine's counters."""
     serving: Serving = http.app.state.serving
     figures = await serving.engine.ask("figures")
-    drafts = figures["drafts"]
     names = ("running", "waiting", "usage", "requests", "rounds", "dispatches", "round_seconds")
-    accept_length = 1 + figures["accepted"] / drafts if drafts else None
+
+    def state(of: dict) -> dict:
+        accept_length = 1 + of["accepted"] / of["drafts"] if of["drafts"] else None
+        return {**{name: of[name] for name in names}, "avg_spec_accept_length": accept_length}
+
     return JsonResponse(
         {
             "version": version("dflash-jax"),
             **serving.hello.info,
             "served_model_name": serving.name,
             "max_model_len": serving.capacity,
-            "max_running_requests": serving.hello.slots,
+            "max_running_requests": figures["slots"],
             "warm_up": figures["warm_up"],
             "max_total_num_tokens": figures["positions"],
-            "internal_states": [{**{n: figures[n] for n in names}, "avg_spec_accept_length": accept_length}],
+            "internal_states": [state(of) for of in figures.get("engines", [figures])],
         }
     )
 
@@ -235,7 +238,8 @@ async def load(http: Request):
 
 async def load_metrics(serving: Serving) -> dict:
     """SGLang's measures of load, of all data shards together."""
-    figures, slots = await serving.engine.ask("figures"), serving.hello.slots
+    figures = await serving.engine.ask("figures")
+    slots = figures["slots"]
     total, waiting = figures["positions"], figures["waiting_tokens"]
     used = round(figures["usage"] * total)
     return {

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -60,7 +61,7 @@ def sampling(
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
             logit_bias=biases(getattr(body, "logit_bias", None)),
-            seed=current().run.fresh_seed() if seed is None else seed % SEEDS,
+            seed=secrets.randbits(32) if seed is None else seed % SEEDS,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop=getattr(body, "stop", None) or (),
@@ -377,7 +378,9 @@ async def sequences(
         prepared.append(sequence)
         await asyncio.sleep(0)
     if media is not None:
-        # The engine has the pixels then.
-        current().until_submitted.callback(media.memory.release)
-        current().until_submitted.callback(setattr, shared, "media", None)
+        # The engine has the pixels once it has the request.
+        context = current()
+        endings = context.endings if serving.engine.submits_again else context.until_submitted
+        endings.callback(media.memory.release)
+        endings.callback(setattr, shared, "media", None)
     return prepared

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -15,7 +15,6 @@ from starlette.datastructures import Headers
 
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.errors import ApiError, ClientGoneError
-from dflash_jax.server.resume import Run
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -28,6 +27,11 @@ MOST_LOGGED = 256
 _logged: set[str] = set()
 
 
+def fresh_id() -> str:
+    """128 random bits in hexadecimal."""
+    return secrets.token_hex(16)
+
+
 @dataclass(eq=False)
 class RequestContext:
     """The context of an HTTP request.
@@ -37,7 +41,6 @@ class RequestContext:
 
     Attributes:
         headers: Its headers.
-        run: The source of its ids and seeds, and the pieces of its earlier runs.
         model: Name of the server's model.
         unknown_fields: How fields that no schema has are treated: "refuse" or "warn".
         on_begin: Called with (context, sequence) for each sequence that the engine gets.
@@ -59,7 +62,6 @@ class RequestContext:
     """
 
     headers: Headers = field(default_factory=Headers)
-    run: Run = field(default_factory=Run)
     model: str = ""
     unknown_fields: str = "refuse"
     on_begin: Sequence[Callable] = ()
@@ -67,7 +69,7 @@ class RequestContext:
     owner: bytes = b""
     client: str | None = None
     body: Any = None
-    answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    answer_id: str = field(default_factory=fresh_id)
     ids: dict[TextSequence, str] = field(default_factory=dict)
     returned_id: str | None = None
     status: int = 499
@@ -82,6 +84,11 @@ class RequestContext:
     def __post_init__(self):
         given = self.headers.get(ID_HEADER, "")
         self.returned_id = given if ID.fullmatch(given) else None
+
+    @property
+    def created(self) -> int:
+        """When it began, in whole seconds since the epoch."""
+        return int(self.began)
 
     def enter(self) -> None:
         """Makes this the current request."""
@@ -106,7 +113,7 @@ class RequestContext:
             return rid
         if header is None and request_id is not None:
             self.returned_id = request_id
-        self.answer_id = prefix + (self.returned_id or self.run.fresh_id())
+        self.answer_id = prefix + (self.returned_id or fresh_id())
         return self.answer_id
 
     def note(self, text: str) -> None:

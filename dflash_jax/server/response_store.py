@@ -33,13 +33,13 @@ WAIT_S, WAITING = 60.0, 256
 # Expired entries that one write removes at most.
 STEP_ENTRIES = 16
 # Identifies a file of stored responses, and the version of its tables.
-APPLICATION, VERSION = 0x44464C52, 1
+APPLICATION, VERSION = 0x44464C52, 2
 # Ids are bytes: SQLite's text has no unpaired surrogates. The row of the empty client has the sums of all clients.
 TABLES = f"""
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 CREATE TABLE entries(
-    number INTEGER PRIMARY KEY, owner BLOB NOT NULL, id BLOB NOT NULL, client BLOB NOT NULL, run TEXT,
+    number INTEGER PRIMARY KEY, owner BLOB NOT NULL, id BLOB NOT NULL, client BLOB NOT NULL,
     used REAL NOT NULL, nbytes INTEGER NOT NULL, response_bytes INTEGER NOT NULL, UNIQUE(owner, id));
 CREATE INDEX entries_by_use ON entries(used);
 CREATE INDEX entries_by_client ON entries(client, used);
@@ -73,12 +73,10 @@ class StoredResponse:
     Attributes:
         response: The response as JSON, without log-probabilities.
         input: All items of the conversation before it, as JSON, one a line.
-        run: The key of the request's runs; None outside of a cluster.
     """
 
     response: bytes
     input: bytes
-    run: str | None = None
 
     def places(self, from_end: bool = False) -> Iterator[tuple[int, int]]:
         """Yields where each item of ``input`` begins and ends, the last item first if ``from_end``."""
@@ -255,8 +253,7 @@ class ResponseStore:
             client: Who stores it, for servers without keys, where the owner does not identify the client.
 
         Returns:
-            Whether it is stored: not where the id is taken or the entry is too large. A later run of a request takes
-            the place of an earlier one.
+            Whether it is stored: not where the id is taken or the entry is too large.
 
         Raises:
             ApiError: 500, the file cannot be written.
@@ -295,14 +292,14 @@ class ResponseStore:
         # One transaction: the entry and its content are of one state of the file.
         with self._reader as reader:
             reader.execute("BEGIN")
-            query = f"SELECT number, response_bytes, run FROM entries WHERE {NAMED} AND used > ?"
+            query = f"SELECT number, response_bytes FROM entries WHERE {NAMED} AND used > ?"
             row = reader.execute(query, (owner, name, time.time() - self._most_age_s)).fetchone()
             if row is None:
                 return None
-            number, response_bytes, run = row
+            number, response_bytes = row
             # A blob's bytes are read and written without the interpreter's lock, which a value's copy needs.
             with reader.blobopen("contents", "content", number, readonly=True) as blob:
-                return number, StoredResponse(blob.read(response_bytes), blob.read(), run)
+                return number, StoredResponse(blob.read(response_bytes), blob.read())
 
     def _put(self, owner: bytes, name: bytes, entry: StoredResponse, client: bytes) -> bool:
         if not self._is_open:
@@ -313,11 +310,11 @@ class ResponseStore:
             return False
         with self._writer as writer:
             writer.execute("BEGIN IMMEDIATE")
-            query = f"DELETE FROM entries WHERE {NAMED} AND (run = ? OR used <= ?)"
-            writer.execute(query, (owner, name, entry.run, now - self._most_age_s))
-            columns = "owner, id, client, run, used, nbytes, response_bytes"
-            values = (owner, name, client, entry.run, now, entry.nbytes, len(entry.response))
-            query = f"INSERT INTO entries({columns}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            query = f"DELETE FROM entries WHERE {NAMED} AND used <= ?"
+            writer.execute(query, (owner, name, now - self._most_age_s))
+            columns = "owner, id, client, used, nbytes, response_bytes"
+            values = (owner, name, client, now, entry.nbytes, len(entry.response))
+            query = f"INSERT INTO entries({columns}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
             added = writer.execute(query, values)
             if not added.rowcount:
                 return False

@@ -49,11 +49,11 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     name = context.choose_id("resp_")
     context.answer_id = body.request_id or name
     is_stored = body.store is not False and store.size > 0
-    value = envelope(body, serving.name, context.answer_id, context.run.created, is_stored)
+    value = envelope(body, serving.name, context.answer_id, context.created, is_stored)
 
     async def store_response(response: dict) -> None:
         if is_stored:
-            entry = StoredResponse(stored_response(response), stored, context.run.key)
+            entry = StoredResponse(stored_response(response), stored)
             response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
     events = response_events(serving, talk, sequences[0], value, store_response)

@@ -6,12 +6,12 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import responses_schema
 from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.conversation import Delta
-from dflash_jax.server.request_context import current
+from dflash_jax.server.request_context import fresh_id
 from dflash_jax.server.tools import CallDelta
 
 
 def _id(kind: str) -> str:
-    return f"{kind}_{current().run.fresh_id()}"
+    return f"{kind}_{fresh_id()}"
 
 
 class Output:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from time import thread_time
 from typing import TypeVar
 
-from dflash_jax.errors import EngineError
 from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.protocol import Event
@@ -247,33 +246,17 @@ class Serving:
     async def merged(self, sequences: Sequence[RemoteSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces.
 
-        Pieces of an earlier run of the request come first. A consumer that asks for the next piece has sent all events
-        of the one before. Everything else that waits has a turn between two pieces, however many are there already.
+        Everything else that waits has a turn between two pieces, however many are there already.
         """
-        run = current().run
-        over, replayed = run.ended(), list(run.replayed(sequences))
-        places = [i for i in range(len(sequences)) if i not in over]
-        try:
-            # All of them or none, since a part would run for nothing; and before the first event of a resumed stream,
-            # whose refusal then sets the status, so that another server may go on.
-            async with self.engine.submitted([sequences[i] for i in places]) as inbox:
-                current().submit([sequences[i] for i in places])
-                for i, piece in replayed:
+        # All of them or none, since a part would run for nothing.
+        async with self.engine.submitted(sequences) as inbox:
+            current().submit(sequences)
+            spacings = {i: _Spacing(sequence, self.stream_interval) for i, sequence in enumerate(sequences)}
+            while spacings:
+                i, events = await inbox.get()
+                for piece in spacings[i].push(events):
                     yield i, piece
-                    await asyncio.sleep(0)
-                await run.end_replay()
-                spacings = {i: _Spacing(sequences[i], self.stream_interval) for i in places}
-                while spacings:
-                    place, events = await inbox.get()
-                    i = places[place]
-                    for piece in spacings[i].push(events):
-                        yield i, piece
-                        if run.key is not None:
-                            await run.record(i, sequences[i], piece)
-                        if inbox.has_some:
-                            await asyncio.sleep(0)
-                    if events[-1].finish_reason is not None:
-                        del spacings[i]
-        except EngineError:
-            await run.lose()
-            raise
+                    if inbox.has_some:
+                        await asyncio.sleep(0)
+                if events[-1].finish_reason is not None:
+                    del spacings[i]

@@ -14,7 +14,7 @@ from dflash_jax.server import responses_schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
 from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, dumped
-from dflash_jax.server.request_context import current
+from dflash_jax.server.request_context import fresh_id
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import JsonAnswer
@@ -113,7 +113,7 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[r
 def _item(item: responses_schema.InputItem) -> dict:
     """An input item as answers list it: with an id, and without unknown keys."""
     kind, more = item.type or "message", item.model_extra or {}
-    given, fresh = more.get("id"), f"{IDS[kind]}_{current().run.fresh_id()}"
+    given, fresh = more.get("id"), f"{IDS[kind]}_{fresh_id()}"
     value = {"id": given if isinstance(given, str) else fresh, "type": kind, "status": "completed"}
     if kind == "message":
         part = "output_text" if item.role == "assistant" else "input_text"

@@ -187,7 +187,6 @@ class EventStream(Response):
         tasks: list[asyncio.Future] = [self._first]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            current().run.record_in(send)
             self._sent_at = asyncio.get_running_loop().time()
             if seconds := scope["app"].state.serving.keep_alive_s:
                 tasks.append(asyncio.create_task(self._keep_alive(send, seconds)))

@@ -143,13 +143,16 @@ class Child:
         system: The `System` of its config, or None.
     """
 
+    # Reads the words of the first record, and the type of the supervisor's records.
+    parse = staticmethod(parse)
+    records: Any = ToChild
     args: Namespace
     system: Any
 
     def __init__(self):
         self.start: Any = None
         self._started, self._has_ended = asyncio.Event(), asyncio.Event()
-        self._channel = wire.Channel(ToChild, self._receive, self._has_ended.set)
+        self._channel = wire.Channel(self.records, self._receive, self._has_ended.set)
 
     def send(self, record: Record) -> None:
         """Sends a record to the supervisor. Only the event loop's thread may call it."""
@@ -183,7 +186,7 @@ class Child:
         try:
             # The supervisor has logged the notices about the words.
             logging.disable()
-            self.args, self.system = parse(self.start.words)
+            self.args, self.system = self.parse(self.start.words)
             logging.disable(logging.NOTSET)
             set_logging(self.args)
             return await self.work()

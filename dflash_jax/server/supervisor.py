@@ -209,8 +209,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[int] = loop.create_future()
         self._second_signal = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._hear_signals(loop)
         try:
             self._start_engine()
             if self._listening is not None:
@@ -219,6 +218,10 @@ class Supervisor:
             return await self._end
         finally:
             await self._kill_all()
+
+    def _hear_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
 
     def _begin(self, work: Coroutine) -> None:
         task = asyncio.get_running_loop().create_task(work)

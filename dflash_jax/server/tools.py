@@ -22,9 +22,9 @@ for what looks like a number and is none of JSON, such as NaN or 1e999: it becom
 
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 
 from dflash_jax.frontend.reasoning import ReasoningSplitter, partial_marker
 from dflash_jax.json_text import loaded, reworded, word
@@ -144,17 +144,15 @@ class ToolParser:
         count: Calls so far.
     """
 
-    def __init__(self, xml: bool, schemas: dict[str, dict], is_forced: bool = False, ids: Random | None = None):
+    def __init__(self, xml: bool, schemas: dict[str, dict], is_forced: bool = False):
         """Prepares a parser.
 
         Args:
             xml: Whether calls are in the XML format.
             schemas: JSON schema of each tool's parameters, for XML's values.
             is_forced: Whether the text consists of calls only, so that the rest of an incomplete call is not content.
-            ids: The source of the calls' ids; None: random ones.
         """
         self.xml, self.schemas, self._is_forced = xml, schemas, is_forced
-        self._ids = Random() if ids is None else ids
         self.count = 0
         self._state, self._buffer, self._raw = "content", "", ""
         self._value = _JsonValue()
@@ -295,7 +293,7 @@ class ToolParser:
         return True
 
     def _begin(self, out: Parsed, name: str) -> None:
-        out.calls.append(CallDelta(self.count, "", f"call_{self._ids.getrandbits(96):024x}", name))
+        out.calls.append(CallDelta(self.count, "", f"call_{secrets.token_hex(12)}", name))
         self._name = name
         self.count += 1
 

@@ -1,10 +1,10 @@
-"""Disturbs a cluster under load: no request may be lost, repeated in part, or changed. And what its ingress costs.
+"""Disturbs a cluster under load: no request may be lost, repeated in part, or changed. And what a cluster costs.
 
     python scripts/cluster/check.py kill            each part gets SIGKILL at a random time, for several seeds
     python scripts/cluster/check.py gcs             Ray's GCS gets SIGKILL: all must end, with code 1
     python scripts/cluster/check.py update          a new version takes the place of two replicas, one after the other
     python scripts/cluster/check.py scale           one replica, two under load, and one again
-    python scripts/cluster/check.py throughput      tokens per second through the ingress and of one plain server
+    python scripts/cluster/check.py throughput      tokens per second of a cluster of one replica and of a plain server
 
 Every second request is a stream. Tokens and texts are compared with those of a run without a disturbance: the exit code
 is 1 where an answer is lost, too long or changed. Needs "dflash-jax[ray]".
@@ -38,13 +38,18 @@ with contextlib.suppress(ModuleNotFoundError):
     import httpx
     import psutil
 
-REPLICA, INGRESS = "ray::ServeReplica", "ray::Ingress"
-# What `kill` disturbs: the beginning of a process's command, and the signal. A stopped one goes on after STOPPED_S. The
+REPLICA, INGRESS, FRONT = "ray::ServeReplica", "ray::Ingress", "dflash_jax.cluster.front_process"
+# Parts whose end closes connections of clients, which then send their requests again.
+OF_CLIENTS = ("front", "ingress")
+# Processes of a plain server.
+KINDS = "engine", "front"
+# What `kill` disturbs: a part of a process's command, and the signal. A stopped one goes on after STOPPED_S. The
 # controller that takes the place of a killed one then has to start a replica.
 PARTS = {
     "stopped replica": (REPLICA, signal.SIGSTOP),
     "controller": ("ray::ServeController", signal.SIGKILL),
     "replica": (REPLICA, signal.SIGKILL),
+    "front": (FRONT, signal.SIGKILL),
     "ingress": (INGRESS, signal.SIGKILL),
 }
 STOPPED_S = 10.0
@@ -193,8 +198,8 @@ class State:
 
     Attributes:
         replicas: Names of the replicas that answer.
-        resumed: Streams that went on from another replica.
-        repeated: Requests that were sent again.
+        resumed: Requests that the replicas have from others, after tokens.
+        repeated: Those without tokens.
     """
 
     replicas: set[str] = field(default_factory=set)
@@ -204,9 +209,10 @@ class State:
     @classmethod
     def read(cls, text: str) -> "State":
         """Reads the text of /metrics."""
-        counts = dict(re.findall(r"^dflash:cluster_(\w+)_total (\S+)$", text, re.M))
-        resumed, repeated = (int(float(counts[name])) for name in ("resumed", "repeated"))
-        return cls(set(re.findall(r'engine="([^"]+)"', text)), resumed, repeated)
+        counts = Counter()
+        for name, count in re.findall(r"^dflash:cluster_(\w+)_total{.*} (\S+)$", text, re.M):
+            counts[name] += int(float(count))
+        return cls(set(re.findall(r'engine="([^"]+)"', text)), counts["resumed"], counts["repeated"])
 
 
 def state(url: str) -> State:
@@ -235,7 +241,7 @@ def table(names: str, rows: list[list]) -> str:
     return "\n".join([head, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-ANSWERS = "requests | lost | too long | changed | streams that went on | requests repeated | seconds"
+ANSWERS = "requests | lost | too long | changed | went on elsewhere | began again elsewhere | seconds"
 
 
 async def disturbed(url: str, work: Awaitable, loads: Callable[[], Awaitable], expected, what: str) -> list:
@@ -243,18 +249,18 @@ async def disturbed(url: str, work: Awaitable, loads: Callable[[], Awaitable], e
     before, began = state(url), time.perf_counter()
     _, answers = await asyncio.gather(work, loads())
     seconds, after = time.perf_counter() - began, state(url)
-    # A new ingress counts anew.
+    # A new replica counts anew.
     totals = [(before.resumed, after.resumed), (before.repeated, after.repeated)]
     went_on = [new - old if new >= old else new for old, new in totals]
     return [*compared(answers, expected, what), *went_on, f"{seconds:.1f}"]
 
 
 def processes_below(pid: int, name: str) -> list["psutil.Process"]:
-    """Processes below the process ``pid`` whose command begins with ``name``."""
+    """Processes below the process ``pid`` whose command has ``name`` in it."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith(name):
+            if name in " ".join(process.cmdline()):
                 found.append(process)
     return found
 
@@ -312,7 +318,7 @@ def kill(args) -> tuple[str, bool]:
         runs = [(part, seed) for part in args.parts for seed in range(args.seeds)]
         for part, seed in runs:
             title, number = PARTS[part]
-            over, again = asyncio.Event(), [] if part == "ingress" else None
+            over, again = asyncio.Event(), [] if part in OF_CLIENTS else None
             replicas = processes_below(server.process.pid, REPLICA)
             loads = lambda over=over, again=again: send_all(server.url, *load, over, again)  # noqa: E731
             work = disturb(title, number, random.Random(f"kill {seed}"), over)
@@ -374,7 +380,7 @@ def update(args) -> tuple[str, bool]:
         server.wait_until(lambda: len(state(url).replicas) == 2)
         began = time.perf_counter()
         expected = asyncio.run(expected_of(url, *load))
-        seconds, versions = time.perf_counter() - began, Counter()
+        seconds = time.perf_counter() - began
         for version in range(2, args.versions + 2):
             over = asyncio.Event()
 
@@ -386,17 +392,12 @@ def update(args) -> tuple[str, bool]:
                 await until_state(url, lambda now: len(now.replicas) == 2 and not now.replicas & old)
                 over.set()
 
-            async def loads(over=over):
-                answers = await send_all(url, *load, over)
-                versions.update(each.model for _, each in answers if isinstance(each, Answer))
-                return answers
-
+            loads = lambda over=over: send_all(url, *load, over)  # noqa: E731
             rows.append([version, *asyncio.run(disturbed(url, updated(), loads, expected, f"version {version}"))])
             print(rows[-1], file=sys.stderr)
         subprocess.run([str(programs / "serve"), "shutdown", "--yes", "--address", dashboard], check=True)
     head = f"`serve deploy` of `{' '.join(words)}` on {machine()}: {load_text(args.requests, args.clients, seconds)}."
-    named = ", ".join(f"{count} of version {version}" for version, count in sorted(versions.items()))
-    text = f"{head} Answers during the updates: {named}.\n\n{table(f'to version | {ANSWERS}', rows)}\n"
+    text = f"{head}\n\n{table(f'to version | {ANSWERS}', rows)}\n"
     return text, are_right(rows)
 
 
@@ -471,14 +472,14 @@ def throughput(args) -> tuple[str, bool]:
     def cpu_s(processes: list["psutil.Process"]) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-    # Of each kind of answer and server: (tokens/s, µs of CPU a token of the server, of the ingress) of each turn.
+    # Of each kind of answer and server: (tokens/s, µs of CPU a token of the server, of the fronts) of each turn.
     turns: dict[tuple[bool, bool], list[tuple[float, float, float]]] = {}
     with ServerProcess.of("serve", words) as plain, ServerProcess.of("cluster", ["--replicas", "1", *words]) as cluster:
         plain.wait_until(lambda: is_ready(plain.url))
         cluster.wait_until(lambda: is_ready(cluster.url))
         measured = [
-            (plain.url, [psutil.Process(plain.process.pid)], []),
-            (cluster.url, *(processes_below(cluster.process.pid, name) for name in (REPLICA, INGRESS))),
+            (plain.url, *(processes_below(plain.process.pid, f"dflash_jax.server.{kind}_process") for kind in KINDS)),
+            (cluster.url, *(processes_below(cluster.process.pid, name) for name in (REPLICA, FRONT))),
         ]
         for i in range(args.turns + 1):
             for stream in (True, False):
@@ -498,8 +499,9 @@ def throughput(args) -> tuple[str, bool]:
         columns = [
             statistics.median(values) for kind in (False, True) for values in zip(*turns[stream, kind], strict=True)
         ]
-        tokens, server, _, cluster_tokens, replica, ingress = (f"{each:.0f}" for each in columns)
-        row = [tokens, cluster_tokens, f"{middle:.2f} ({low:.2f} to {high:.2f})", server, replica, ingress]
+        tokens, engine, fronts, cluster_tokens, replica, its_fronts = (f"{each:.0f}" for each in columns)
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        row = [tokens, cluster_tokens, ratio, engine, fronts, replica, its_fronts]
         rows.append(["streams" if stream else "whole answers", *row])
     head = f"`{' '.join(words)}` on {machine()}: {args.turns} turns of {args.requests} requests of {args.new_tokens} "
     head += (
@@ -507,7 +509,7 @@ def throughput(args) -> tuple[str, bool]:
     )
     head += "of the ratio."
     names = "answers | `dflash serve`, tokens/s | `dflash cluster`, tokens/s | ratio of a turn | "
-    names += "server, µs of CPU a token | replica | ingress"
+    names += "engine, µs of CPU a token | its fronts | replica | its fronts"
     return f"{head}\n\n{table(names, rows)}\n", True
 
 

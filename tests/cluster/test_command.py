@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging.handlers
 import os
+import re
 import secrets
 import signal
 import socket
@@ -47,29 +48,42 @@ def test_server_closes_no_handler_of_the_process():
 
 @pytest.fixture
 def other(monkeypatch):
-    """A stand-in for Ray, on which a cluster of another command runs. Attributes: names, applications, started."""
-    found = SimpleNamespace(names=["dflash-ingress"], applications=["dflash"], started=[])
+    """A stand-in for Ray, on which a cluster of another command runs.
+
+    Attributes:
+        names: Names of actors that run.
+        applications: Names of applications.
+        started: Names of actors that were started, and what was ended, in order.
+        nodes: Nodes of the cluster.
+        places: The options of each actor that was started.
+    """
+    found = SimpleNamespace(names=["dflash-ingress"], applications=["dflash"], started=[], nodes=[], places=[])
 
     def get_actor(name, _):
         if name not in found.names:
             raise ValueError(name)
         return SimpleNamespace(url=SimpleNamespace(remote=lambda: "http://there"))
 
-    def start(name, get_if_exists, **_):
-        def remote(*_):
+    def start(name, get_if_exists, **options):
+        def remote(_, secret, __):
             if name in found.names and not get_if_exists:
                 raise ValueError(f"{name} is already taken")
             found.started.append(name)
+            found.places.append(options | {"secret": secret})
+            return SimpleNamespace(secret=SimpleNamespace(remote=lambda: b"of the first"), name=name)
 
         return SimpleNamespace(remote=remote)
 
-    ray, serve = ModuleType("ray"), ModuleType("ray.serve")
+    ray, serve, scheduling = ModuleType("ray"), ModuleType("ray.serve"), ModuleType("ray.util.scheduling_strategies")
     ray.get, ray.get_actor, ray.serve = lambda value: value, get_actor, serve
     ray.remote = lambda _: SimpleNamespace(options=start)
+    ray.nodes = lambda: found.nodes
+    ray.kill = lambda actor: found.started.append(f"the end of {actor.name}")
     ray.shutdown = lambda: found.started.append("the end of Ray")
+    scheduling.NodeAffinitySchedulingStrategy = lambda node, soft: (node, soft)
     serve.delete = lambda name: found.started.append(f"the end of {name}")
     serve.status = lambda: SimpleNamespace(applications=found.applications)
-    for module in (ray, serve):
+    for module in (ray, serve, scheduling):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return found
 
@@ -80,26 +94,52 @@ def test_second_cluster_of_a_name_is_refused_and_one_of_another_name_starts(othe
     with pytest.raises(
         InputError, match=r"--name dflash is taken on this Ray cluster by http://there: .* another --name"
     ):
-        app.start_ingress(parse([])[0], may_run=False)
+        app.start_ingresses(parse([])[0], may_run=False)
     assert other.started == []
-    app.start_ingress(parse(["--name", "b.2"])[0], may_run=False)
+    app.start_ingresses(parse(["--name", "b.2"])[0], may_run=False)
     assert other.started == ["b.2-ingress"]
 
 
 def test_application_of_others_is_not_replaced(other):
     other.names = []
     with pytest.raises(InputError, match="taken on this Ray cluster, and not by a cluster of ours: "):
-        app.start_ingress(parse([])[0], may_run=False)
+        app.start_ingresses(parse([])[0], may_run=False)
 
 
 def test_update_takes_the_ingress_that_runs(other):
-    app.start_ingress(parse([])[0], may_run=True)
+    app.start_ingresses(parse([])[0], may_run=True)
     assert other.started == ["dflash-ingress"]
+
+
+def test_each_ingress_has_a_node_of_its_own_the_first_one_the_head_and_all_share_a_secret(other):
+    other.nodes = [
+        {"NodeID": "c", "Alive": True, "Resources": {}},
+        {"NodeID": "a", "Alive": False, "Resources": {}},
+        {"NodeID": "z", "Alive": True, "Resources": {"node:__internal_head__": 1.0}},
+        {"NodeID": "b", "Alive": True, "Resources": {}},
+    ]
+    args, _ = parse(["--name", "many", "--ingresses", "3"])
+    assert [actor.name for actor in app.start_ingresses(args, may_run=False)] == other.started
+    assert other.started == app.names_of(args) == ["many-ingress", "many-ingress-1", "many-ingress-2"]
+    assert [place["scheduling_strategy"] for place in other.places] == [("z", False), ("b", False), ("c", False)]
+    assert [place["secret"] for place in other.places[1:]] == [b"of the first"] * 2
+    with pytest.raises(InputError, match="--ingresses 4: this Ray cluster has 3 nodes"):
+        app.start_ingresses(parse(["--name", "more", "--ingresses", "4"])[0], may_run=False)
+
+
+def test_ingresses_that_were_started_end_where_another_name_is_taken(other):
+    other.nodes = [{"NodeID": str(i), "Alive": True, "Resources": {}} for i in range(2)]
+    other.names += ["dflash-ingress-1"]
+    other.names.remove("dflash-ingress")
+    other.applications = []
+    with pytest.raises(InputError, match="is taken"):
+        app.start_ingresses(parse(["--ingresses", "2"])[0], may_run=False)
+    assert other.started == ["dflash-ingress", "the end of dflash-ingress"]
 
 
 def test_command_without_an_ingress_of_its_own_ends_no_other(other):
     args, _ = parse(["--address", "auto"])
-    command._end(args, 0, command._Processes(), None)
+    command._end(args, 0, command._Processes(), [])
     assert other.started == ["the end of Ray"]
 
 
@@ -146,8 +186,14 @@ def running(count: int, *words: str):
 def has_replicas(url: str, process, count: int) -> bool:
     assert process.poll() is None, "the cluster has ended"
     with contextlib.suppress(httpx.HTTPError):
-        return f"\ndflash:replicas {count}.0\n" in httpx.get(f"{url}/metrics", timeout=60).text
+        return f"\ndflash:replicas {count}\n" in httpx.get(f"{url}/metrics", timeout=60).text
     return False
+
+
+def resumed(url: str) -> float:
+    """Streams that went on from another engine, of the engines that live."""
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    return sum(float(count) for count in re.findall(r"^dflash:cluster_resumed_total{.*} (.*)$", text, re.MULTILINE))
 
 
 def tokens_of(url, kill=None):
@@ -195,7 +241,7 @@ def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
     for replica in named(process, "ray::ServeReplica"):
         # The first one may be idle. Then the second one has the stream.
         assert tokens_of(url, replica) == whole
-        if "\ndflash:cluster_resumed_total 0.0\n" not in httpx.get(f"{url}/metrics", timeout=60).text:
+        if resumed(url):
             break
     else:
         pytest.fail("no stream went on from another replica")
@@ -214,7 +260,7 @@ def test_a_replica_over_two_hosts_gives_the_tokens_of_one_and_starts_again(clust
         hosts = named(process, "ray::Host")
         assert len(hosts) == 2
         assert tokens_of(url, sorted(hosts, key=lambda each: each.pid)[which]) == whole
-        assert "\ndflash:cluster_resumed_total 1.0\n" in httpx.get(f"{url}/metrics", timeout=60).text
+        assert resumed(url) == 1
         assert wait_until(lambda: not any(each.is_running() for each in hosts), 60)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0

@@ -44,7 +44,7 @@ class World:
 
     def lead(self, index, coordinator, count):
         self.calls.append(("lead", index, coordinator, count))
-        return "http://10.0.0.1:5"
+        return "10.0.0.1", 5
 
     def follow(self, index, coordinator, count, number):
         self.calls.append(("follow", index, coordinator, count, number))
@@ -102,7 +102,7 @@ def world(monkeypatch):
 
 def group(*words: str) -> hosts.HostGroup:
     args, _ = parse(["--replica-hosts", "2", "--mesh", "tensor=4", *words])
-    return hosts.HostGroup(args, None, "secret", "", lambda: None, 2.0)
+    return hosts.HostGroup(args, None, b"secret", "", 2.0)
 
 
 def test_the_first_host_leads_and_the_others_follow_until_it_stops(world, monkeypatch):
@@ -110,7 +110,7 @@ def test_the_first_host_leads_and_the_others_follow_until_it_stops(world, monkey
     replica = group("--replica-cpus", "3")
     assert world.reserved == ([{"CPU": 3.0, "GPU": 2.0}] * 2, "SPREAD")
     replica.start()
-    assert replica.url == "http://10.0.0.1:5"
+    assert replica.address == ("10.0.0.1", 5)
     assert replica.failure is None
     replica.stop()
     assert sorted(world.calls) == [

@@ -1,76 +1,97 @@
-"""Replicas that die, are replaced, come and go under load: each answer is that of a cluster without a disturbance.
+"""Engines that die, are replaced, come and go under load: each request has the tokens that it has alone.
 
-The short form of scripts/cluster/check.py, without Ray: replicas are servers in this process.
+The engines have no model: each token follows from all tokens before it, and their runner asserts what they do.
 """
 
 import asyncio
+import random
 
 import pytest
 
-from tests.cluster.conftest import Cluster
-from tests.helpers import load_script
-from tests.server.conftest import wait_until
+from dflash_jax import SamplingParams
+from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.server import prepare
+from dflash_jax.server.serving import Serving
+from tests.cluster.fleets import Member, World, request
+from tests.engine import mock_runner
+from tests.engine.mock_runner import END, VOCAB, expected
+from tests.server.conftest import NAME, hosted
 
-check = load_script("cluster/check.py")
-# Completions: a chat would start each replica's process of templates.
-REQUESTS = [each for i in range(40) if (each := check.wanted(i, 40))[0] == "/v1/completions"][:8]
-# Requests, clients, and the i-th request.
-LOAD = len(REQUESTS), 4, REQUESTS.__getitem__
-
-
-def is_busy(cluster, name: str) -> bool:
-    return cluster.replicas[name].serving.in_flight > 0
+REQUESTS, CLIENTS = 200, 24
 
 
-def kill(cluster) -> None:
-    """Kills a replica that has sent a part of a stream; another one where the stream has ended just before."""
-    names = []
-
-    def has_streams() -> bool:
-        # More than the two messages of a whole answer.
-        names[:] = [name for (name, _), count in list(cluster.cut.sent.items()) if count > 2]
-        return any(name in cluster.replicas for name in names)
-
-    while not cluster.counts.resumed:
-        assert wait_until(has_streams)
-        cluster.replicas.pop(next(name for name in names if name in cluster.replicas)).kill()
-        cluster.start_replica()
+@pytest.fixture
+def mocks(llm):
+    """Hosts of three engines without a model."""
+    engines = {name: mock_runner.engine(slots=4, seed=i, max_queue=64) for i, name in enumerate("abc")}
+    hosts = {name: hosted(llm, AsyncEngine(engine).start(), NAME) for name, engine in engines.items()}
+    yield hosts
+    for host in hosts.values():
+        host.stop_workers()
+        host.engine.stop()
+        assert host.engine.engine.free_slots == 4
 
 
-def replace(cluster) -> None:
-    """Ends the replicas one after the other, and starts one of the next version for each."""
-    for name in list(cluster.replicas):
-        cluster.end_replica(name)
-        started = cluster.start_replica()
-        assert wait_until(lambda started=started: is_busy(cluster, started))
+async def client(serving, numbers, answers) -> None:
+    """Sends requests one after the other, whose answers it adds."""
+    for number in numbers:
+        rng = random.Random(number)
+        prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))]
+        params = SamplingParams(max_tokens=rng.randint(1, 60), temperature=0.0, stop_token_ids=[END], ignore_eos=True)
+        with request():
+            sequences = await prepare.sequences(serving, prompt, params, rng.choice([1, 1, 3]))
+            tokens = [[] for _ in sequences]
+            async for i, piece in serving.merged(sequences):
+                tokens[i] += piece.token_ids
+        answers.append((tokens, expected(prompt, params.max_tokens)))
 
 
-def grow_and_shrink(cluster) -> None:
-    started = cluster.start_replica()
-    assert wait_until(lambda: is_busy(cluster, started))
-    cluster.end_replica(started)
+async def load(world, llm, disturb) -> list:
+    """The answers to all requests, and what they must be, while ``disturb`` runs again and again."""
+    answers, numbers = [], iter(range(REQUESTS))
+    serving = Serving(llm, world.fleet, [NAME])
+    clients = [asyncio.ensure_future(client(serving, numbers, answers)) for _ in range(CLIENTS)]
+    disturbing = asyncio.ensure_future(disturb(world, answers))
+    await asyncio.wait_for(asyncio.gather(*clients), 300)
+    disturbing.cancel()
+    await asyncio.gather(disturbing, return_exceptions=True)
+    return answers
 
 
-@pytest.mark.parametrize(("disturb", "replicas"), [(kill, 2), (replace, 2), (grow_and_shrink, 1)])
-def test_answers_under_load_are_those_without_a_disturbance(llm, engine, disturb, replicas):
-    cluster = Cluster(llm, engine, replicas)
+async def kill(world, answers):
+    """One engine dies after some records, and no other takes its place."""
+    world.replaces, world.cuts = False, [200]
 
-    async def work(over):
-        try:
-            await asyncio.to_thread(disturb, cluster)
-        finally:
-            over.set()
 
+async def kill_often(world, answers):
+    """Engines die at random records, and others take their places."""
+    rng = random.Random(3)
+    world.cuts = [rng.randint(50, 80) for _ in range(6)]
+
+
+async def come_and_go(world, answers):
+    """Engines are drained one after the other, and others take their places."""
+    while True:
+        old = world.members.pop(0)
+        before = len(answers)
+        world.members.append(Member(world, f"{old.engine.name}'", old.host))
+        world.fleet.set_leaving(old.engine, True)
+        while old.engine.own or len(answers) < before + 5:
+            await asyncio.sleep(0)
+        old.kill()
+
+
+@pytest.mark.parametrize("disturb", [kill, kill_often, come_and_go])
+def test_no_request_is_lost_doubled_or_changed(mocks, llm, disturb):
     async def main():
-        expected, over = await check.expected_of(cluster.url, *LOAD), asyncio.Event()
-        _, answers = await asyncio.gather(work(over), check.send_all(cluster.url, *LOAD, over))
-        return check.compared(answers, expected, disturb.__name__)
+        world = World(mocks)
+        answers = await load(world, llm, disturb)
+        got = [engine.own for engine in world.fleet.replicas.all]
+        return world, answers, got
 
-    try:
-        requests, *wrong = asyncio.run(main())
-        assert requests >= LOAD[0]
-        assert wrong == [0, 0, 0]
-        assert cluster.counts.failed == 0
-        assert (cluster.counts.resumed > 0) == (disturb is kill)
-    finally:
-        cluster.stop()
+    world, answers, left = asyncio.run(main())
+    assert len(answers) == REQUESTS
+    assert [tokens for tokens, right in answers if any(each != right for each in tokens)] == []
+    assert set(left) == {0}
+    assert any(choice.losses for choice in world.choices) == (disturb is not come_and_go)
+    assert world.cut == {kill: 1, kill_often: 6, come_and_go: 0}[disturb]

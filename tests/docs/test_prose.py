@@ -138,8 +138,7 @@ def test_behind_is_not_said_of_order(folder):
     check([f"{file.relative_to(ROOT)}: {place}" for file in files for place in places_of(word, PLACE, prose_of(file))])
 
 
-# A replay is that of a record onto a recurrent state. These files still replay a stream of HTTP.
-HTTP_REPLAYS = {"server/resume.py", "cluster/relay.py", "server/serving.py", "frontend/sequence.py"}
+# A replay is that of a record onto a recurrent state.
 WITHOUT_REPLAYS = ("benchmarking", "cli", "cluster", "engine", "frontend", "media", "parallel", "server", "workers")
 
 
@@ -152,7 +151,6 @@ def test_replay_is_said_of_recurrent_states_only():
         [
             f"{file.relative_to(ROOT)}: {place}"
             for file in files
-            if str(file.relative_to(package)) not in HTTP_REPLAYS
             for place in places_of(re.compile("replay", re.IGNORECASE), allowed, prose_of(file))
         ]
     )

@@ -16,7 +16,7 @@ from tests.parallel.conftest import SECRET
 
 def hello(index, secret=SECRET, magic=handshake.MAGIC, nonce=b"n" * 32, on=b""):
     data = handshake._HELLO.pack(magic, index, 5, nonce)
-    return data + handshake._proof(secret, b"follower", on, data)
+    return data + handshake.proof_of(secret, b"follower", on, data)
 
 
 def stranger(port: int, say=lambda nonce: b"") -> socket.socket:

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from dflash_jax.cluster.metrics import merged
-from dflash_jax.cluster.relay import Counts
 from tests.helpers import load_script
 
 check, routers = load_script("cluster/check.py"), load_script("cluster/routers.py")
@@ -71,9 +70,11 @@ def test_lost_longer_and_changed_answers_are_counted(capsys):
 
 
 def test_the_state_of_a_cluster_is_read_from_its_metrics():
-    text = b'# HELP a A.\n# TYPE a gauge\na{engine="0"} 1\n'
-    state = check.State.read(merged({"one": text, "two": text}, Counts(resumed=3, repeated=4)).decode())
-    assert state == check.State({"one", "two"}, 3, 4)
+    text = b"# HELP dflash:cluster_%b_total A.\n# TYPE dflash:cluster_%b_total counter\n"
+    text += b'dflash:cluster_%b_total{engine="0"} 3.0\n'
+    text = b"".join(text % ((name,) * 3) for name in (b"resumed", b"repeated"))
+    state = check.State.read(merged({"one": text, "two": text.replace(b"3.0", b"1.0")}).decode())
+    assert state == check.State({"one", "two"}, 4, 4)
 
 
 def cell(direct, other, routed, stream=False, path="/v1/completions"):

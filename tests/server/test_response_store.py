@@ -21,7 +21,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.response_store import APPLICATION, VERSION, ResponseStore, StoredResponse
 from tests.server.conftest import wait_until
 
-ENTRY = StoredResponse(b'{"output":[]}', b'{"id":"1"}\n{"id":"2"}', "run")
+ENTRY = StoredResponse(b'{"output":[]}', b'{"id":"1"}\n{"id":"2"}')
 # Stores an entry for each line that it reads, and says which are stored.
 WRITER = """
 import asyncio, sys
@@ -82,7 +82,7 @@ def test_a_restart_keeps_responses_in_a_private_file(path, opened):
     again = opened()
     assert run(again.get(b"owner", "resp_1")) == ENTRY
     assert run(again.get(b"other", "resp_1")) is None
-    assert not run(again.put(b"owner", "resp_1", StoredResponse(b"", b"", "another run")))
+    assert not run(again.put(b"owner", "resp_1", StoredResponse(b"", b"")))
     assert run(again.get(b"owner", "resp_1")) == ENTRY
     check(path)
 

@@ -1,0 +1,488 @@
+"""Several engines as one: each request has one of them, and goes on at another one where that is lost."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
+from dataclasses import replace
+from math import isnan
+from typing import Any
+
+from dflash_jax import protocol
+from dflash_jax.cluster.metrics import merged
+from dflash_jax.cluster.routing import ADDED, Beginning, Replica, Replicas, beginnings_of, session
+from dflash_jax.engine.request import Times
+from dflash_jax.errors import EngineError, QueueFullError, UnavailableError
+from dflash_jax.server.engine_client import EngineClient, Inbox, LostError, RemoteSequence, Submission
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.request_context import RequestContext, current
+
+log = logging.getLogger("dflash_jax.cluster")
+
+# Engines that lose a request one after the other without a token of it, after which it is given up.
+ATTEMPTS = 4
+# Seconds between two looks at an engine, seconds that it has to answer, and looks without an answer after which it
+# counts as dead. After the first of them it gets no requests.
+LOOK_S, ANSWER_S, LOOKS = 1.0, 3.0, 10
+# Seconds in which all engines must answer a question to all.
+ALL_S = 10.0
+# Statuses of an engine that lives and has no place.
+NO_PLACE = (429, 503)
+GIVEN_UP = "the engine of this request was lost, and no other can go on with it: send the request again"
+
+
+class Engine(Replica):
+    """An engine of a fleet. A connection to it begins with `EngineClient.receive` of its hello.
+
+    Args:
+        name: Its name.
+        send: As `EngineClient` takes it.
+        break_off: Ends the connection to it, which has no answers.
+
+    Attributes:
+        client: The engine.
+        is_leaving: Whether it gets no further requests.
+        is_foreign: Whether it has another model than the fleet.
+        missed: Looks without an answer, one after the other.
+        looking: The last look.
+    """
+
+    def __init__(self, name: str, send: Callable[[protocol.FromFront], None], break_off: Callable[[], None]):
+        super().__init__(name)
+        self.client, self.break_off = EngineClient(send), break_off
+        self.is_leaving, self.is_foreign, self.missed = False, False, 0
+        self.looking: asyncio.Task | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it takes requests."""
+        state = self.client.state
+        return state.is_ready and state.failure is None and not (self.is_leaving or self.is_foreign or self.missed)
+
+
+class _Choice:
+    """One sequence of a request.
+
+    Attributes:
+        sequence: The sequence.
+        place: Its place in the submission.
+        name: The id that clients know.
+        tokens: Its tokens in the inbox of the submission, those that are taken out included.
+        run: Its run at an engine; None where it has none.
+        losses: Engines that have lost it.
+        failures: Those since its last token.
+        is_over: Whether its last event is in the inbox.
+        times: Its times so far.
+        cached: Prompt tokens that its first engine had.
+    """
+
+    def __init__(self, sequence: RemoteSequence, place: int, name: str):
+        self.sequence, self.place, self.name = sequence, place, name
+        self.tokens: list[int] = []
+        self.run: _Run | None = None
+        self.losses = self.failures = 0
+        self.is_over = False
+        self.times: Times | None = None
+        self.cached = 0
+
+
+class _Run:
+    """The time of some choices at one engine."""
+
+    def __init__(self, request: "_Request", engine: Engine, choices: Sequence[_Choice]):
+        self.request, self.engine, self.choices = request, engine, choices
+        self._submission: Submission | None = None
+        # Events before the engine's acceptance is known, which may not come.
+        self._early: list[tuple[int, protocol.Event]] = []
+
+    async def begin(self) -> None:
+        """Submits the choices, all of them or none. Raises what `EngineClient.submit` raises."""
+        replicas, choices = self.request.fleet.replicas, self.choices
+        done = [(list(choice.tokens), choice.losses) for choice in choices]
+        replicas.count(self.engine, len(choices))
+        try:
+            submission = await self.engine.client.submit(
+                [choice.sequence for choice in choices], self._put, done, self.request.beginnings[-ADDED:]
+            )
+        except BaseException:
+            replicas.count(self.engine, -len(choices))
+            raise
+        for choice in choices:
+            choice.run = self
+        self._submission = submission
+        # What was aborted meanwhile.
+        self.leave({choice for choice in choices if choice.is_over})
+        for place, event in self._early:
+            self._take(self.choices[place], event)
+
+    def leave(self, choices: Container[_Choice]) -> None:
+        """Aborts choices at the engine."""
+        assert self._submission is not None
+        places = [i for i, choice in enumerate(self.choices) if choice.run is self and choice in choices]
+        for place in places:
+            self._end(self.choices[place])
+        self._submission.leave(places)
+
+    def _end(self, choice: _Choice) -> None:
+        choice.run = None
+        self.request.fleet.replicas.count(self.engine, -1)
+
+    def _put(self, place: int, event: protocol.Event) -> None:
+        if self._submission is None:
+            self._early.append((place, event))
+        else:
+            self._take(self.choices[place], event)
+
+    def _take(self, choice: _Choice, event: protocol.Event) -> None:
+        if choice.run is not self:
+            return
+        if event.finish_reason is None and event.failure is None:
+            self.request.deliver(choice, event, self.engine)
+            return
+        self._end(choice)
+        if event.failure is not None and event.failure.kind != "input":
+            log.info("%s at %s: %s", choice.name, self.engine.name, event.failure.message)
+            self.request.lose(choice, self.engine)
+        else:
+            self.request.deliver(choice, event, self.engine)
+
+
+class _Request:
+    """The sequences of one submission, wherever they are.
+
+    Attributes:
+        fleet: The engines.
+        inbox: The events.
+        owner: Who may abort them.
+        beginnings: What decides which engine gets them.
+    """
+
+    def __init__(self, fleet: "Fleet", sequences: Sequence[RemoteSequence], context: RequestContext):
+        self.fleet, self.inbox, self.owner = fleet, Inbox(), context.owner
+        names = [context.ids.get(sequence, context.answer_id) for sequence in sequences]
+        self._choices = [_Choice(*entry) for entry in zip(sequences, range(len(names)), names, strict=True)]
+        self.beginnings = fleet.beginnings(sequences, context)
+        # Choices without an engine, and those engines that have lost them last.
+        self._lost: list[_Choice] = []
+        self._tried: list[Replica] = []
+        self._moving: asyncio.Task | None = None
+
+    async def begin(self) -> None:
+        """Submits all sequences, all of them or none. Raises what `EngineClient.submitted` raises."""
+        if self._choices:
+            await self._place(self._choices, False)
+
+    def end(self) -> None:
+        """Aborts what has not ended."""
+        if self._moving is not None:
+            self._moving.cancel()
+        for run in {choice.run for choice in self._choices if choice.run is not None}:
+            run.leave({*run.choices})
+
+    def abort(self, name: str | None) -> None:
+        """Ends choices that have no engine now; engines end the others."""
+        for choice in self._choices:
+            if choice.run is None and not choice.is_over and name in (None, choice.name):
+                self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
+
+    def deliver(self, choice: _Choice, event: protocol.Event, engine: Engine) -> None:
+        """Puts an event of an engine into the inbox. What earlier engines have said is not said again."""
+        choice.tokens += event.tokens
+        choice.failures = 0 if event.tokens else choice.failures
+        if event.times is not None:
+            # Each engine has a clock of its own.
+            ahead = self.fleet.clock - engine.client.clock
+            times = Times(*(seconds + ahead for seconds in vars(event.times).values()))
+            if choice.times is None:
+                choice.times, choice.cached = times, event.cached
+            else:
+                known = {name: seconds for name, seconds in vars(choice.times).items() if not isnan(seconds)}
+                choice.times = replace(times, **known)
+            event.times, event.cached = choice.times, choice.cached
+        self._put(choice, event)
+
+    def _put(self, choice: _Choice, event: protocol.Event) -> None:
+        choice.is_over = event.finish_reason is not None or event.failure is not None
+        self.inbox.put(choice.place, event)
+
+    def lose(self, choice: _Choice, engine: Engine) -> None:
+        """An engine has lost a choice: another one gets it."""
+        choice.losses += 1
+        choice.failures += 1
+        self._tried = [*self._tried, engine] if choice.failures > 1 else [engine]
+        self._lost.append(choice)
+        if self._moving is None or self._moving.done():
+            self._moving = asyncio.get_running_loop().create_task(self._move())
+
+    async def _move(self) -> None:
+        """Brings choices that are lost to other engines."""
+        while self._lost:
+            choices, self._lost = self._lost, []
+            if over := [choice for choice in choices if choice.failures >= ATTEMPTS]:
+                self._fail(over, UnavailableError(GIVEN_UP))
+            choices = [choice for choice in choices if choice not in over]
+            try:
+                await self._place(choices, True)
+            except Exception as e:
+                self._fail(choices, e)
+
+    def _fail(self, choices: Sequence[_Choice], error: Exception) -> None:
+        log.warning("%d sequences are given up: %s", len(choices), error)
+        failure = protocol.failure_of(error)
+        if isinstance(error, ApiError):
+            failure = protocol.Failure("api", error.message, error.status_code, error.param)
+        for choice in choices:
+            if not choice.is_over:
+                self._put(choice, protocol.Event(choice.place, failure=failure))
+
+    async def _place(self, choices: Sequence[_Choice], is_lost: bool) -> None:
+        """Has an engine take choices, all of them or none.
+
+        Args:
+            choices: The choices.
+            is_lost: Whether an engine has lost them: then they wait for a place.
+        """
+        replicas, loop = self.fleet.replicas, asyncio.get_running_loop()
+        until = loop.time() + (self.fleet.wait_s if replicas.has_begun else 0)
+        refusal: Exception = UnavailableError(GIVEN_UP if replicas.has_begun else "no engine is ready yet")
+        while True:
+            engine = await replicas.wait(self.beginnings, self._tried, until - loop.time())
+            # What was aborted meanwhile is over.
+            if not (choices := [choice for choice in choices if not choice.is_over]):
+                return
+            if engine is None:
+                raise refusal
+            assert isinstance(engine, Engine)
+            try:
+                await _Run(self, engine, choices).begin()
+                return
+            except (QueueFullError, ApiError, EngineError) as e:
+                if isinstance(e, ApiError) and e.status_code not in NO_PLACE:
+                    raise
+                if isinstance(e, LostError) or type(e) is EngineError:
+                    log.info("a request at %s: %s", engine.name, e)
+                    for choice in choices:
+                        self.lose(choice, engine)
+                    return
+                refusal = e
+            self._tried = [*self._tried, engine]
+            if all(replica in self._tried for replica in replicas.open):
+                if not is_lost or loop.time() >= until:
+                    raise refusal
+                await replicas.changed(min(LOOK_S, until - loop.time()))
+                self._tried = []
+
+
+class Fleet:
+    """Several engines, with what `EngineClient` has.
+
+    Args:
+        wait_s: Seconds that a request waits for an engine where all are lost, or for a place where one has lost it.
+
+    Attributes:
+        replicas: The engines.
+        hello: What the first engine said first; None before.
+        has_hello: Set when there is one.
+        markers: Token ids that open a message.
+        wait_s: As above.
+        submits_again: See `EngineClient`.
+    """
+
+    submits_again = True
+
+    def __init__(self, wait_s: float = 120.0):
+        self.replicas, self.wait_s = Replicas(), wait_s
+        self.hello: protocol.Hello | None = None
+        self.has_hello = asyncio.Event()
+        self.markers: frozenset[int] = frozenset()
+        self._requests: set[_Request] = set()
+
+    # Engines come and go.
+    def set_leaving(self, engine: Engine, is_leaving: bool) -> None:
+        """Gives an engine no further requests, or requests again. Those that it has go on."""
+        engine.is_leaving = is_leaving
+        self.replicas.set_open(engine, engine.is_well)
+
+    def receive(self, engine: Engine, record: protocol.FromEngine) -> None:
+        """Takes a record of an engine."""
+        engine.client.receive(record)
+        if isinstance(record, protocol.Hello):
+            self.hello = self.hello or record
+            self.has_hello.set()
+            engine.missed, engine.is_foreign = 0, model_of(record) != model_of(self.hello)
+            if engine.is_foreign:
+                both = engine.name, model_of(record), model_of(self.hello)
+                log.error("engine %s gets no requests: it has the model %s, and this server began with %s", *both)
+        elif isinstance(record, protocol.State):
+            self.replicas.set_open(engine, engine.is_well)
+        elif isinstance(record, protocol.Begun):
+            self.replicas.learn(record.beginnings, engine)
+            self.replicas.observe(engine, record.requests)
+
+    def lose(self, engine: Engine, reason: str) -> None:
+        """The connection to an engine has ended. What it had goes on elsewhere."""
+        log.warning("engine %s is lost: %s", engine.name, reason)
+        self.replicas.set_open(engine, False)
+        self.replicas.observe(engine, 0)
+        engine.client.lost(reason)
+
+    async def watch(self) -> None:
+        """Looks at all engines, for ever. One that does not answer delays no look at another."""
+        while True:
+            for engine in self._connected():
+                if engine.looking is None or engine.looking.done():
+                    engine.looking = asyncio.get_running_loop().create_task(self._look(engine))
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, engine: Engine) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                figures = await engine.client.ask("figures")
+        except TimeoutError:
+            engine.missed += 1
+            if engine.missed == 1:
+                log.warning("engine %s gets no requests until it answers", engine.name)
+            if engine.missed >= LOOKS:
+                engine.break_off()
+        except EngineError:
+            # `lose` has the reason.
+            return
+        else:
+            engine.missed = 0
+            self.replicas.observe(engine, figures["running"] + figures["waiting"])
+        self.replicas.set_open(engine, engine.is_well)
+
+    def _connected(self) -> list[Engine]:
+        return [each for each in self.replicas.all if isinstance(each, Engine) and each.client.state.is_ready]
+
+    # What a front asks of an engine.
+    @property
+    def state(self) -> protocol.State:
+        """Whether any engine takes requests. A fleet does not fail: engines are replaced."""
+        return protocol.State(bool(self.replicas.open), None)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may come: they wait where all engines are lost."""
+        return self.replicas.has_begun
+
+    @property
+    def clock(self) -> float:
+        """The fleet's clock, in seconds."""
+        return time.monotonic()
+
+    @property
+    def plain_round_s(self) -> float | None:
+        """As of `EngineClient`, of any engine."""
+        seconds = (engine.client.plain_round_s for engine in self._connected())
+        return next((s for s in seconds if s is not None), None)
+
+    def beginnings(self, sequences: Sequence[RemoteSequence], context: RequestContext) -> Sequence[Beginning]:
+        """What decides which engine gets a request: the beginnings of its first prompt, or its session."""
+        if (name := context.headers.get("x-session-id")) is not None:
+            return session(name)
+        return beginnings_of(sequences[0].request.prompt, self.markers) if sequences else []
+
+    @contextlib.asynccontextmanager
+    async def submitted(self, sequences: Sequence[RemoteSequence]) -> AsyncIterator[Inbox]:
+        """As of `EngineClient`. Sequences that an engine loses go on at another one after their tokens."""
+        request = _Request(self, sequences, current())
+        self._requests.add(request)
+        try:
+            await request.begin()
+            yield request.inbox
+        finally:
+            self._requests.discard(request)
+            request.end()
+
+    def abort(self, owner: bytes, name: str | None) -> None:
+        """As of `EngineClient`, at all engines and between them."""
+        for engine in self._connected():
+            engine.client.abort(owner, name)
+        for request in self._requests:
+            if request.owner == owner:
+                request.abort(name)
+
+    async def compile(self, form: protocol.Form) -> list[str]:
+        """As of `EngineClient`: the same form at the same engine, where it can be."""
+        return await self._at_any(lambda client: client.compile(form), session(repr(form)))
+
+    async def ask(self, question: str) -> Any:
+        """The answer of any engine, or of all as one.
+
+        Raises:
+            UnavailableError: No engine is ready.
+            ApiError: 503, one that lives does not answer.
+        """
+        if question == "generate":
+            return await self._at_any(lambda client: client.ask(question), ())
+        answers = await self._of_all(question)
+        match question:
+            case "figures":
+                return summed(list(answers.values()))
+            case "metrics":
+                return await asyncio.to_thread(merged, answers)
+            case "flush":
+                return all(answers.values())
+
+    async def _at_any(self, call: Callable[[EngineClient], Coroutine], beginnings: Sequence[Beginning]) -> Any:
+        tried, refusal = [], UnavailableError("no engine is ready")
+        for _ in range(ATTEMPTS):
+            engine = await self.replicas.wait(beginnings, tried, self.wait_s if self.replicas.has_begun else 0)
+            if engine is None:
+                break
+            assert isinstance(engine, Engine)
+            try:
+                return await call(engine.client)
+            except UnavailableError as e:
+                refusal = e
+                tried.append(engine)
+        raise refusal
+
+    async def _of_all(self, question: str) -> dict[str, Any]:
+        """The answers of all engines that live, by name."""
+        engines = self._connected()
+        # For `metrics` and `figures` an engine that does not answer is no reason to have none.
+        is_needed = question in ("flush", "reset")
+        if not is_needed:
+            engines = [engine for engine in engines if not engine.missed]
+
+        async def answer(engine: Engine) -> Any:
+            async with asyncio.timeout(ALL_S if is_needed else ANSWER_S):
+                return await engine.client.ask(question)
+
+        results = await asyncio.gather(*(answer(engine) for engine in engines), return_exceptions=True)
+        answers, missing = {}, []
+        for engine, result in zip(engines, results, strict=True):
+            if not isinstance(result, BaseException):
+                answers[engine.name] = result
+            elif not isinstance(result, LostError):
+                # One that is lost has nothing any more that the question is of.
+                missing.append(engine.name)
+        if missing and is_needed:
+            message = f"{len(answers)} of {len(engines)} engines have answered, and not {', '.join(missing)}"
+            raise ApiError(503, f"{message}: send the request again")
+        if not answers and question != "metrics":
+            raise UnavailableError("no engine is ready")
+        return answers
+
+
+def model_of(hello: protocol.Hello) -> Any:
+    """The name of an engine's model. Hosts may have its files at different paths."""
+    return hello.info.get("model_path")
+
+
+def summed(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of several engines as those of one, with theirs as "engines"."""
+    total: dict[str, Any] = {"engines": list(figures)}
+    for name, value in figures[0].items():
+        values = [each[name] for each in figures]
+        if isinstance(value, dict):
+            keys = {key: None for each in values for key in each}
+            total[name] = {key: sum(each.get(key, 0) for each in values) for key in keys}
+        else:
+            total[name] = sum(values)
+    used = sum(each["usage"] * each["positions"] for each in figures)
+    total["usage"] = used / max(total["positions"], 1)
+    return total

@@ -1,0 +1,261 @@
+"""Connections between fronts and engines: who does not know the secret gets nothing, and costs nothing."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+
+import pytest
+import trustme
+
+from dflash_jax import protocol
+from dflash_jax.cluster import link
+from dflash_jax.cluster.fleet import Fleet
+from dflash_jax.cluster.link import MAGIC, Link, Listener, StrangerError, connect, tls_contexts
+from dflash_jax.cluster.options import parse
+from dflash_jax.parallel.handshake import NONCE, PROOF, proof_of
+from dflash_jax.server import wire
+
+SECRET = b"s" * 32
+
+
+class Engine:
+    """A listener whose channels answer each question with its name.
+
+    Attributes:
+        channels: Of fronts, in the order in which they came.
+        address: Where it listens.
+    """
+
+    def __init__(self, secret=SECRET, tls=None):
+        self.channels = []
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listening.getsockname()
+        self.listener = Listener(self.listening, secret, self._new, tls)
+
+    def _new(self):
+        def answer(record):
+            channel.send(protocol.Answered(record.number, record.question))
+
+        channel = wire.Channel(protocol.FromFront, answer)
+        channel.send(protocol.State(True, None))
+        self.channels.append(channel)
+        return channel
+
+
+@contextlib.asynccontextmanager
+async def listening(**options):
+    engine = Engine(**options)
+    serving = asyncio.ensure_future(engine.listener.serve())
+    try:
+        yield engine
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        for channel in engine.channels:
+            channel.abort()
+        await asyncio.sleep(0)
+
+
+class Front:
+    """A front's end of a connection."""
+
+    def __init__(self):
+        self.records, self.ended = asyncio.Queue(), asyncio.Event()
+        self.channel = wire.Channel(protocol.FromEngine, self.records.put_nowait, self.ended.set)
+
+    async def ask(self, question):
+        self.channel.send(protocol.Ask(7, question))
+        while not isinstance(record := await self.records.get(), protocol.Answered):
+            pass
+        return record
+
+
+def check(coroutine, *args):
+    asyncio.run(asyncio.wait_for(coroutine(*args), 100))
+
+
+async def answers(engine, secret=SECRET, tls=None):
+    """Whether a front that connects gets answers."""
+    front = Front()
+    await connect(engine.address, secret, front.channel, tls)
+    assert (await front.ask("who")).value == "who"
+    front.channel.close()
+    await front.ended.wait()
+
+
+def test_records_go_both_ways_once_both_ends_have_proved_the_secret():
+    async def main():
+        async with listening() as engine:
+            await answers(engine)
+            assert len(engine.channels) == 1
+
+    check(main)
+
+
+def test_a_front_with_another_secret_gets_no_channel():
+    async def main():
+        async with listening() as engine:
+            with pytest.raises((StrangerError, ConnectionError)):
+                await answers(engine, b"another" * 5)
+            assert engine.channels == []
+            await answers(engine)
+
+    check(main)
+
+
+async def stranger(address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+    """A connection, and what it is asked for a proof on."""
+    reader, writer = await asyncio.open_connection(*address)
+    first = await reader.readexactly(len(MAGIC) + NONCE)
+    assert first[: len(MAGIC)] == MAGIC
+    return reader, writer, first[len(MAGIC) :]
+
+
+async def is_closed(reader) -> bool:
+    """Whether nothing comes any more."""
+    with contextlib.suppress(ConnectionError):
+        return await reader.read() == b""
+    return True
+
+
+def record(**_) -> bytes:
+    """What a front sends after its proof."""
+    (frame,) = wire._Encoder().pieces(protocol.Ask(1, "figures"))
+    return frame
+
+
+ATTACKS = {
+    "garbage": lambda nonce: secrets.token_bytes(NONCE + PROOF),
+    "a record": lambda nonce: record() * 10,
+    "half of it": lambda nonce: secrets.token_bytes(NONCE),
+    "nothing": lambda nonce: b"",
+    "the proof of an engine": lambda nonce: bytes(NONCE) + proof_of(SECRET, b"engine", nonce, bytes(NONCE)),
+    "the proof of another connection": lambda nonce: (
+        bytes(NONCE) + proof_of(SECRET, b"front", bytes(NONCE), bytes(NONCE))
+    ),
+    "a request of HTTP": lambda nonce: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * 100,
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_who_proves_nothing_is_closed_without_a_channel(name, monkeypatch):
+    monkeypatch.setattr(link, "GREETING_S", 2.0)
+
+    async def main():
+        async with listening() as engine:
+            reader, writer, nonce = await stranger(engine.address)
+            writer.write(ATTACKS[name](nonce))
+            # Meanwhile, a front has its turn.
+            await answers(engine)
+            assert await is_closed(reader)
+            writer.close()
+            assert len(engine.channels) == 1
+
+    check(main)
+
+
+def test_many_silent_connections_keep_no_front_out_and_the_oldest_are_closed(monkeypatch):
+    monkeypatch.setattr(link, "GREETINGS", 8)
+
+    async def main():
+        async with listening() as engine:
+            strangers = [await stranger(engine.address) for _ in range(20)]
+            await answers(engine)
+            assert len(engine.listener._greetings) <= 8
+            for reader, _, _ in strangers[:12]:
+                assert await is_closed(reader)
+            for _, writer, _ in strangers:
+                writer.close()
+            assert len(engine.channels) == 1
+
+    check(main)
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n" * 4, MAGIC + bytes(NONCE) + bytes(PROOF)])
+def test_a_front_believes_nothing_that_proves_nothing(says, monkeypatch):
+    """Who has taken an engine's address gets no request."""
+    monkeypatch.setattr(link, "CONNECT_S", 0.2)
+    got = []
+
+    async def serve(reader, writer):
+        writer.write(says)
+        got.append(await reader.read(1000))
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        front = Front()
+        with pytest.raises((StrangerError, TimeoutError, ConnectionError)):
+            await connect(server.sockets[0].getsockname(), SECRET, front.channel)
+        server.close()
+        assert front.records.empty()
+        # Nothing but a proof on another nonce.
+        assert all(len(data) <= NONCE + PROOF for data in got)
+
+    check(main)
+
+
+def words_of(path, name: str) -> list[str]:
+    """The options of a certificate of its own."""
+    made, paths = trustme.CA().issue_cert("localhost"), (str(path / f"{name}.pem"), str(path / f"{name}.key"))
+    made.cert_chain_pems[0].write_to_path(paths[0])
+    made.private_key_pem.write_to_path(paths[1])
+    return ["--ssl-certfile", paths[0], "--ssl-keyfile", paths[1]]
+
+
+def test_tls_is_of_the_very_certificate(tmp_path):
+    words = words_of(tmp_path, "one")
+    engines, fronts = tls_contexts(parse([*words, "--address", "auto"])[0])
+    _, others = tls_contexts(parse([*words_of(tmp_path, "two"), "--address", "auto"])[0])
+
+    async def main():
+        async with listening(tls=engines) as engine:
+            await answers(engine, tls=fronts)
+            with pytest.raises(OSError, match=r"certificate verify failed|CERTIFICATE_VERIFY_FAILED"):
+                await answers(engine, tls=others)
+            with pytest.raises(TimeoutError):
+                # A front without TLS is no front, though it has proved the secret.
+                await asyncio.wait_for(answers(engine), 0.2)
+            await answers(engine, tls=fronts)
+
+    check(main)
+    assert tls_contexts(parse([])[0]) is None
+    assert tls_contexts(parse(words)[0]) is None
+
+
+def test_a_link_connects_again_until_it_is_left(monkeypatch):
+    monkeypatch.setattr(link, "AGAIN_S", 0.01)
+
+    async def until(holds):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+    async def main():
+        fleet = Fleet()
+        engine = Engine()
+        kept = Link(fleet, "a", engine.address, SECRET, None)
+        serving = asyncio.ensure_future(engine.listener.serve())
+        await until(lambda: fleet.replicas.open)
+        engine.channels[0].abort()
+        await until(lambda: len(engine.channels) == 2 and fleet.replicas.open)
+        # Nothing listens for a while.
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        engine.channels[1].abort()
+        await until(lambda: not fleet.replicas.open)
+        engine.listening = socket.create_server(engine.address)
+        engine.listener = Listener(engine.listening, SECRET, engine._new)
+        serving = asyncio.ensure_future(engine.listener.serve())
+        await until(lambda: fleet.replicas.open)
+        kept.set_leaving(True)
+        assert not fleet.replicas.open
+        assert not kept.is_over()
+        engine.channels[2].abort()
+        await until(kept.is_over)
+        await kept.stop()
+        assert fleet.replicas.all == []
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    check(main)
