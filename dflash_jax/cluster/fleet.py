@@ -22,9 +22,13 @@ log = logging.getLogger("dflash_jax.cluster")
 
 # Engines that lose a request one after the other without a token of it, after which it is given up.
 ATTEMPTS = 4
+# Engines that lose a request at all before it is given up: it may be what ends them.
+MOST_LOSSES = 16
 # Seconds between two looks at an engine, seconds that it has to answer, and looks without an answer after which it
 # counts as dead. After the first of them it gets no requests.
 LOOK_S, ANSWER_S, LOOKS = 1.0, 3.0, 10
+# Seconds by which a timer is late where this process had no processor.
+LATE_S = 1.0
 # Seconds in which all engines must answer a question to all.
 ALL_S = 10.0
 # Statuses of an engine that lives and has no place.
@@ -73,6 +77,7 @@ class _Choice:
         losses: Engines that have lost it.
         failures: Those since its last token.
         is_over: Whether its last event is in the inbox.
+        is_aborted: Whether its owner has aborted it.
         times: Its times so far.
         cached: Prompt tokens that its first engine had.
     """
@@ -82,7 +87,7 @@ class _Choice:
         self.tokens: list[int] = []
         self.run: _Run | None = None
         self.losses = self.failures = 0
-        self.is_over = False
+        self.is_over = self.is_aborted = False
         self.times: Times | None = None
         self.cached = 0
 
@@ -181,10 +186,12 @@ class _Request:
             run.leave({*run.choices})
 
     def abort(self, name: str | None) -> None:
-        """Ends choices that have no engine now; engines end the others."""
+        """Ends choices that have no engine now; engines end the others, or are lost before."""
         for choice in self._choices:
-            if choice.run is None and not choice.is_over and name in (None, choice.name):
-                self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
+            if not choice.is_over and name in (None, choice.name):
+                choice.is_aborted = True
+                if choice.run is None:
+                    self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
 
     def deliver(self, choice: _Choice, event: protocol.Event, engine: Engine) -> None:
         """Puts an event of an engine into the inbox. What earlier engines have said is not said again."""
@@ -208,6 +215,9 @@ class _Request:
 
     def lose(self, choice: _Choice, engine: Engine) -> None:
         """An engine has lost a choice: another one gets it."""
+        if choice.is_aborted:
+            self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
+            return
         choice.losses += 1
         choice.failures += 1
         self._tried = [*self._tried, engine] if choice.failures > 1 else [engine]
@@ -219,7 +229,7 @@ class _Request:
         """Brings choices that are lost to other engines."""
         while self._lost:
             choices, self._lost = self._lost, []
-            if over := [choice for choice in choices if choice.failures >= ATTEMPTS]:
+            if over := [each for each in choices if each.failures >= ATTEMPTS or each.losses >= MOST_LOSSES]:
                 self._fail(over, UnavailableError(GIVEN_UP))
             choices = [choice for choice in choices if choice not in over]
             try:
@@ -336,10 +346,15 @@ class Fleet:
             await asyncio.sleep(LOOK_S)
 
     async def _look(self, engine: Engine) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ANSWER_S
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout_at(until):
                 figures = await engine.client.ask("figures")
         except TimeoutError:
+            if loop.time() > until + LATE_S:
+                # This process stood still itself: the answer may be there.
+                return
             engine.missed += 1
             if engine.missed == 1:
                 log.warning("engine %s gets no requests until it answers", engine.name)

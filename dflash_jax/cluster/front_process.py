@@ -90,7 +90,9 @@ class ClusterFront(FrontProcess):
 
         tls, announced = tls_contexts(self.args), set(self._engines.engines)
         for key, link in list(self._links.items()):
-            link.set_leaving(key not in announced)
+            # One that has come to its end goes, also where its engine is announced again: a new one begins below.
+            if not link.is_over():
+                link.set_leaving(key not in announced)
             if link.is_over():
                 del self._links[key]
                 self._begin(link.stop())

@@ -235,8 +235,8 @@ class Link:
         self._fleet.set_leaving(self.engine, is_leaving)
 
     def is_over(self) -> bool:
-        """Whether the engine was left, and its connection has ended."""
-        return self.engine.is_leaving and self._channel is None
+        """Whether the engine was left, and its connection has ended: it connects no more."""
+        return self._task.done() or (self.engine.is_leaving and self._channel is None)
 
     async def stop(self) -> None:
         """Ends the connection."""

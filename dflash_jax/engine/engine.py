@@ -445,6 +445,9 @@ class Engine:
             self._events += self._collect(keep=1)
             if self._tickets:
                 self._events += self._read()
+            if self.runner.aligned:
+                # The place of a draft in its block counts from the tokens that are known.
+                self._events += self._rest()
         can_mask = self._scheduler.can_mask()
         late = [r for r in self._scheduler.requests if r.mask and not (can_mask and not self._masking.is_late(r))]
         absent = [r for r in self._scheduler.requests if not r.is_resident]

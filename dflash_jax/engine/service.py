@@ -219,6 +219,11 @@ class AsyncEngine:
         """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether the engine's thread runs, and is not about to end."""
+        return self._thread.is_alive() and not self._has_ended
+
     def _run(self) -> None:
         try:
             self._serve()

@@ -141,7 +141,7 @@ class EngineHost:
     def state(self) -> protocol.State:
         """Whether requests are taken, and why the engine has failed."""
         failure = self.engine.engine.failure
-        if self.is_ready and not self.engine.is_alive:
+        if self.is_ready and not self.engine.takes_requests:
             failure = failure or "its thread has ended"
         return protocol.State(self.is_ready, failure)
 
@@ -184,9 +184,7 @@ class EngineHost:
     def abort(self, owner: bytes, name: str | None) -> None:
         """Ends the owner's requests, of all fronts; with a name only those of that name."""
         for front in self._fronts:
-            for live in list(front.live.values()):
-                if live.owner == owner and name in (None, live.name):
-                    self.engine.abort(live.sequence.request)
+            front.abort(owner, name)
 
     # The questions of `protocol.Ask`.
 
@@ -306,6 +304,8 @@ class FrontConnection:
         with contextlib.suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task] = {}
+        # By call: the owner of a submission that is being prepared, and what was aborted of it (None: all).
+        self._preparing: dict[int, tuple[bytes, set[str | None]]] = {}
         # What the next turns of the loop send.
         self._unsent: deque[protocol.Event | protocol.Scores] = deque()
 
@@ -369,6 +369,8 @@ class FrontConnection:
     async def _submit(self, record: protocol.Submit) -> protocol.Accepted:
         RequestContext(client=record.client).enter()
         begun: dict[int, _Live] = {}
+        aborted: set[str | None] = set()
+        self._preparing[record.number] = record.owner, aborted
         try:
             seconds = [await self._prepare(record, prompt, begun) for prompt in record.prompts]
             numbers = {live.sequence.request: number for number, live in begun.items()}
@@ -378,7 +380,12 @@ class FrontConnection:
                 live.sequence.request.close()
                 live.rows.leave()
             raise
+        finally:
+            del self._preparing[record.number]
         self.live |= begun
+        for live in begun.values():
+            if aborted & {None, live.name}:
+                self._host.engine.abort(live.sequence.request)
         self._host.tell(protocol.Begun(self._host.engine.open_requests, record.beginnings), besides=self)
         self._host.metrics.count_losses([choice for prompt in record.prompts for choice in prompt.choices])
         return protocol.Accepted(record.number, seconds)
@@ -435,6 +442,15 @@ class FrontConnection:
             if mask is not None:
                 mask.close()
             raise
+
+    def abort(self, owner: bytes, name: str | None) -> None:
+        """Ends the owner's requests, also those that are being prepared; with a name only those of that name."""
+        for preparing, aborted in self._preparing.values():
+            if preparing == owner:
+                aborted.add(name)
+        for live in list(self.live.values()):
+            if live.owner == owner and name in (None, live.name):
+                self._host.engine.abort(live.sequence.request)
 
     def _leave(self, numbers: Sequence[int]) -> None:
         gone = [live for number in numbers if (live := self.live.pop(number, None)) is not None]

@@ -207,6 +207,8 @@ def ignore_signals() -> None:
     """Leaves SIGINT and SIGTERM, which a terminal or a container may send to all processes, to the supervisor."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # The supervisor has blocked them until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def _end_with(supervisor: int, child: Child) -> None:

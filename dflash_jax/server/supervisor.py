@@ -39,6 +39,8 @@ RESTARTS, RESTARTS_S = 5, 60.0
 COUNT_S = 5.0
 # Seconds for the errors of requests that a stop ends.
 ERRORS_S = 6.0
+# Seconds in which an engine without requests must end.
+ENGINE_S = 60.0
 
 
 def front_count(args: Namespace) -> int:
@@ -96,7 +98,12 @@ class _Process:
         connection, remote = socket.socketpair()
         with remote:
             command, inherited = [sys.executable, "-m", module, str(remote.fileno())], [remote.fileno(), *descriptors]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+            # A signal to all processes waits until the child ignores it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid = self._process.pid
         threading.Thread(target=self._wait, args=(loop,), name=name, daemon=True).start()
         self._has_said_all = asyncio.Event()
@@ -436,10 +443,17 @@ class Supervisor:
             for front in self._fronts.values():
                 front.kill()
             await ends
-        second.cancel()
         if self._engine is not None:
-            self._engine.stop()
-            await self._engine.ended
+            engine = self._engine
+            if engine.is_up:
+                engine.stop()
+                # A device that hangs never ends.
+                ends = {engine.ended} if second.done() else {engine.ended, second}
+                await asyncio.wait(ends, timeout=ENGINE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not engine.ended.done():
+                engine.kill()
+                await engine.ended
+        second.cancel()
         self._finish(self._code)
 
     async def _stop(self) -> None:

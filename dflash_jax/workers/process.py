@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dflash_jax.errors import InputError
+from dflash_jax.errors import InputError, UnavailableError
 from dflash_jax.workers.loop import framed, unframed
 
 # Seconds in which a nursery must be ready.
@@ -123,7 +123,7 @@ class Nursery:
         """
         for _ in range(2):
             if self._has_stopped:
-                raise InputError("the server has been stopped")
+                raise UnavailableError("the server has been stopped")
             if self._socket is None:
                 await asyncio.get_running_loop().run_in_executor(self._starter, self.start)
             if (connection := self._socket) is None:

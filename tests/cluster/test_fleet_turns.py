@@ -9,7 +9,7 @@ import pytest
 from dflash_jax import SamplingParams, protocol
 from dflash_jax.cluster import fleet as fleet_module
 from dflash_jax.cluster import routing
-from dflash_jax.cluster.fleet import ATTEMPTS, Engine, Fleet
+from dflash_jax.cluster.fleet import ATTEMPTS, MOST_LOSSES, Engine, Fleet
 from dflash_jax.engine.request import Times
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from dflash_jax.server import prepare
@@ -232,6 +232,46 @@ def test_engines_that_lose_a_request_one_after_the_other_end_it_unless_they_brin
                         _, (event,) = await inbox.get()
                         assert "the engine of this request was lost" in event.failure.message
                         assert len(script.of(protocol.Submit)) == ATTEMPTS
+
+    check(main)
+
+
+def test_a_request_that_ends_engine_after_engine_is_given_up():
+    """It may be what ends them, also where each brings a token of it."""
+
+    async def main():
+        async with engines("a") as (fleet, script):
+            with request():
+                async with fleet.submitted(sequences()) as inbox:
+                    for i in range(1, MOST_LOSSES + 1):
+                        await settled()
+                        script.event(i)
+                        script.die()
+                        await settled()
+                        script.say(protocol.State(True, None))
+                    await settled()
+                    events = (await inbox.get())[1]
+                    assert "the engine of this request was lost" in events[-1].failure.message
+                    assert len(script.of(protocol.Submit)) == MOST_LOSSES
+
+    check(main)
+
+
+def test_an_abort_whose_engine_dies_before_it_answers_ends_the_request():
+    async def main():
+        async with engines("a") as (fleet, script):
+            with request() as context:
+                async with fleet.submitted(sequences()) as inbox:
+                    await settled()
+                    script.event(1)
+                    fleet.abort(context.owner, None)
+                    script.die()
+                    await settled()
+                    script.say(protocol.State(True, None))
+                    await settled()
+                    events = (await inbox.get())[1]
+                    assert events[-1].finish_reason == "abort"
+                    assert len(script.of(protocol.Submit)) == 1
 
     check(main)
 
