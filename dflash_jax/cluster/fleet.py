@@ -483,9 +483,14 @@ class Fleet:
         return answers
 
 
-def model_of(hello: protocol.Hello) -> Any:
-    """The name of an engine's model. Hosts may have its files at different paths."""
-    return hello.info.get("model_path")
+def model_of(hello: protocol.Hello) -> str:
+    """An engine's model and what it may be asked for: with other values, requests could not go on there.
+
+    Hosts may have the files at different paths.
+    """
+    name, dtype = hello.info.get("model_path"), hello.info.get("dtype")
+    masks = "with" if hello.has_masks else "without"
+    return f"{name} in {dtype}, {hello.capacity} positions, blocks of {hello.largest_block}, {masks} masks"
 
 
 def summed(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:

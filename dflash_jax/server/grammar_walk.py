@@ -231,7 +231,9 @@ class GrammarWalk:
         """`masks` by one call of the library, in half the time; none where the text may end, or a limit is reached."""
         size = self.tokens.mask_bytes
         buffer = create_string_buffer(size * (len(drafts) + 1))
-        self.matcher.unsafe_compute_mask_ptr_with_draft_token(addressof(buffer), size, list(drafts))
+        # The library's stubs have it at another class.
+        compute = self.matcher.unsafe_compute_mask_ptr_with_draft_token  # pyright: ignore[reportAttributeAccessIssue]
+        compute(addressof(buffer), size, list(drafts))
         if self.matcher.is_error():
             self._restore()
             return []
