@@ -21,8 +21,6 @@ from typing import Any
 
 import msgspec
 
-from dflash_jax.errors import InputError
-
 log = logging.getLogger("dflash_jax.server")
 
 # The bytes of a body, and of the msgpack at its beginning.
@@ -325,13 +323,12 @@ async def listen(path: str, make: Callable[[], Channel]) -> asyncio.AbstractServ
 def folder() -> Iterator[Path]:
     """A fresh directory for Unix sockets and temporary files, which only this user can enter. It is removed at the end.
 
-    Raises:
-        InputError: The temporary directory's path is too long for a socket.
+    It is in /tmp where the path of the temporary directory is too long for a socket.
     """
-    path = Path(tempfile.mkdtemp(prefix="dflash-"))
+    # The directory's own name and a socket's take up to 35 bytes.
+    is_short = len(os.fsencode(tempfile.gettempdir())) <= PATH_BYTES - 35
+    path = Path(tempfile.mkdtemp(prefix="dflash-", dir=None if is_short else "/tmp"))
     try:
-        if len(os.fsencode(path)) > PATH_BYTES - 20:
-            raise InputError(f"the temporary directory {path.parent} has too long a path for a socket: set TMPDIR")
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)

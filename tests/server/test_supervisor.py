@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +17,13 @@ from dflash_jax.options.serve import parse
 from dflash_jax.server import supervisor
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tmp_path():
+    """A directory whose path leaves room for a socket's, unlike pytest's in a process of xdist."""
+    with tempfile.TemporaryDirectory(prefix="d") as path:
+        yield Path(path)
 
 
 class Server:
