@@ -7,6 +7,7 @@ import sys
 
 from dflash_jax.cluster.options import parse
 from dflash_jax.cluster.replica import ReplicaServer
+from dflash_jax.process import leave
 
 SECRET = b"s" * 32
 
@@ -21,6 +22,8 @@ def main() -> None:
     print(server.ongoing, flush=True)
     server.stop()
     assert server.failure is not None
+    # Threads may still compile, and the interpreter's end would crash them.
+    leave(0)
 
 
 if __name__ == "__main__":
