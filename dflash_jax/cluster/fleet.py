@@ -494,7 +494,7 @@ def model_of(hello: protocol.Hello) -> str:
 
 
 def summed(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of several engines as those of one, with theirs as "engines"."""
+    """Sums the figures of several engines; "engines" lists those of each."""
     total: dict[str, Any] = {"engines": list(figures)}
     for name, value in figures[0].items():
         values = [each[name] for each in figures]

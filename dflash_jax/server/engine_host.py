@@ -49,7 +49,7 @@ MOST_ENTRIES = 512
 
 @dataclass(eq=False)
 class _Rows:
-    """What is held for the images and videos of a prompt until its last request ends.
+    """The memory of a prompt's image and video rows, released when the prompt's last request ends.
 
     Attributes:
         users: Its requests that have not ended.
@@ -74,7 +74,7 @@ class _Live:
         sequence: Its sequence.
         owner: Who may abort it.
         name: The id that clients know.
-        rows: What is held for its prompt.
+        rows: The memory of the rows of its prompt's images and videos.
         has_begun: Whether an event of it was sent.
     """
 

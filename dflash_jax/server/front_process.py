@@ -19,7 +19,7 @@ from dflash_jax.server.launch import (
     serving_of,
 )
 
-# What requests are told that the death of an engine ends.
+# The error of requests whose engine's process has ended.
 LOST = "the engine's process has ended"
 # Seconds before an engine is asked again whose connection has ended.
 AGAIN_S = 0.2

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from typing import Any, NoReturn
 
@@ -134,7 +135,7 @@ class Failed(Record):
 FromChild = Leads | Loaded | Ready | Broken | Accepting | Pong | InFlight | Failed
 
 
-class Child:
+class Child(ABC):
     """A process below the supervisor. Subclasses have its work.
 
     Attributes:
@@ -158,13 +159,13 @@ class Child:
         """Sends a record to the supervisor. Only the event loop's thread may call it."""
         self._channel.send(record)
 
+    @abstractmethod
     def receive(self, record: Any) -> None:
         """Takes a record that comes after the first one."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def work(self) -> int:
-        """What the process does: its exit code."""
-        raise NotImplementedError
+        """Does the work of the process, and returns its exit code."""
 
     def _receive(self, record: Any) -> None:
         if isinstance(record, Start):
