@@ -313,7 +313,7 @@ class Engine:
 
     def _may_swap(self, request: Request) -> bool:
         """Whether a request's pages may wait on the host beside those that do."""
-        copies = [r.swapped for r in self._by_slot.values() if isinstance(r.swapped, OnHost)]
+        copies = [r.swapped for r in self._live if isinstance(r.swapped, OnHost)]
         counts = [self.pages.counts(request.slot), *(copy.counts for copy in copies)]
         limit = self.config.swap_bytes
         taken = sum(self.pages.bytes_of((copied_pages(full), copied_pages(windowed))) for full, windowed in counts)
@@ -321,7 +321,7 @@ class Engine:
 
     def _share_slots(self) -> None:
         """Takes a slot from the client with the most, for one that has fewer than its share and waits for a while."""
-        if self._free or not self._waiting or not self.config.recomputes_exactly:
+        if self._free or not self._waiting:
             return
         request = self._waiting.first()
         if self.runner.clock - request.times.submitted < SLOT_WAIT_S:
@@ -337,9 +337,25 @@ class Engine:
         full, windowed = (max(0, need - own) for need, own in freed)
         # Otherwise the victim would get the slot again, or it would stay free.
         is_next = self._waiting.turn(request) < self._waiting.turn(victim)
-        if is_next and self.pages.fits(shard, (full, windowed), promised[shard]):
-            self.statistics.preemptions += 1
+        if not is_next or not self.pages.fits(shard, (full, windowed), promised[shard]):
+            return
+        if not self.config.recomputes_exactly:
+            if not (self.runner.can_run("prefix") and self._may_swap(victim)):
+                return
+            self._events += self._collect(keep=0)
+            if victim.finish_reason is not None or (victim.tokens and not self._copy_out(victim)):
+                return
+        self.statistics.preemptions += 1
+        if victim.swapped is None:
             self._give_up(victim)
+
+    def _copy_out(self, request: Request) -> bool:
+        """Copies all that a request has on the device to the host, for any slot; False without memory for it there."""
+        request.swapped = self.pages.swap_out(request.slot, leaves_slot=True)
+        if request.swapped is None:
+            return False
+        self._queue_again(request)
+        return True
 
     def _give_up(self, request: Request) -> None:
         """Gives up a request's pages without a copy."""
@@ -354,13 +370,17 @@ class Engine:
         # Chunks in flight may bring log-probabilities of a prompt that is scored anew.
         self._events += self._collect(keep=0)
         for request in [r for r in self._by_slot.values() if r.must_recompute]:
-            self._leave_slot(request)
-            request.slot, request.must_recompute, request.resumed = NO_SLOT, False, len(request.tokens)
-            request.prefilled, request.is_recomputed = 0, True
+            request.must_recompute, request.prefilled, request.is_recomputed = False, 0, True
             if len(request.prompt_entries) < len(request.prompt) - 1:
                 # Complete ones stay: others may be reading them with the first token.
                 request.prompt_entries = []
-            self._waiting.push(request)
+            self._queue_again(request)
+
+    def _queue_again(self, request: Request) -> None:
+        """Takes a request's slot. It waits for another one, to go on after its tokens."""
+        self._leave_slot(request)
+        request.slot, request.resumed = NO_SLOT, len(request.tokens)
+        self._waiting.push(request)
 
     def _swap_in(self) -> None:
         """Brings pages back from the host where there is room for them beside the requests ahead."""
@@ -375,8 +395,9 @@ class Engine:
             # With room to go on, so that it does not leave at once. Those after it leave where they must.
             needs = zip(self._need(request), copy.counts, taken, self.pages.pools, strict=True)
             if all(max(n, has) + others <= pool.count for n, has, others, pool in needs if max(n, has)):
-                is_back = self.pages.swap_in(request.slot, copy)
-                request.swapped = None if is_back else copy
+                # The last token is in no cache.
+                length = len(request.prompt) + len(request.tokens) - 1
+                request.swapped = None if self.pages.swap_in(request.slot, copy, length) else copy
 
     def _need(self, request: Request) -> tuple[int, int]:
         """Pages of both kinds that a request needs soon: for the tokens that it has, and for some new ones."""
@@ -421,7 +442,10 @@ class Engine:
                 request.times = replace(request.times, admitted=self.runner.clock)
                 self.statistics.prompt_tokens += len(request.prompt)
                 self._turns.spend(request.client, len(request.prompt))
-            if len(request.context) > 1:
+            if request.swapped is not None:
+                # `_swap_in` brings what it had.
+                self._scheduler.add(request)
+            elif len(request.context) > 1:
                 block_size = request.block_size
                 self._prefiller.add(request, self._scheduler.is_drafting if block_size == "auto" else block_size > 1)
             else:

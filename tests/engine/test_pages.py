@@ -1,18 +1,22 @@
 """Pages: fewer than the slots could use, shared with prefixes, and moved to the host when they run out."""
 
 import random
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.engine import engine as engine_module
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import copied_pages
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.pages import PagePool
+from dflash_jax.engine.request import Request
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops import cache
 from tests import tiny
@@ -345,8 +349,91 @@ def test_the_state_after_swapping_is_the_same_to_the_bit(small_pages):
     copy = pages.swap_out(0)
     # Other pages than before.
     assert pages.cover(1, 0, 90)
-    assert pages.swap_in(0, copy)
+    assert pages.swap_in(0, copy, 50)
     after = pages.of_slot(0, 0, 50)
     assert after.pages.keys() == before.pages.keys()
     assert after.pages != before.pages
     np.testing.assert_array_equal(np.asarray(runner.state.target[0].k)[list(after.pages.values())], contents)
+
+
+def test_requests_that_are_copied_out_of_their_slots_give_what_they_give_alone(drafting, monkeypatch):
+    """They come back to any slot."""
+    programs, wanted, right = drafting
+    loaded = engine_for(programs, slots=8, draft_window=DraftWindow(20, 3), prefix_bytes=200_000)
+    rng, slots = random.Random(0), []
+
+    def step(original=loaded.step):
+        if rng.random() < 0.8:
+            loaded._events += loaded._collect(keep=0)
+            if decoding := [r for r in loaded._scheduler.requests if r.tokens and r.is_resident]:
+                one = rng.choice(decoding)
+                slots.append((one, one.slot))
+                assert loaded._copy_out(one)
+        return original()
+
+    monkeypatch.setattr(loaded, "step", step)
+    under_load(loaded, programs.pair[0], wanted, right, COUNT, seed=5)
+    assert len(slots) > 10
+    assert any(slot != before for one, slot in slots for other, before in slots if one is other)
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+def contents_of(loaded: Engine, slot: int, length: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """All that a slot has: caches up to a position, states, options and counts."""
+    runner, (full, windowed) = loaded.runner, loaded.pages._slots[slot]
+    segments = [
+        np.asarray(x)[: length - index * runner.page_size]
+        for is_windowed, pages in enumerate((full, windowed))
+        for index, page in sorted(pages.items())
+        for x in jax.tree.leaves(
+            jax.tree.map(lambda x: jnp.swapaxes(x[0], 0, 1), runner.save([page], bool(is_windowed)))
+        )
+    ]
+    state = jax.device_get(runner.state)
+    names = (
+        "length",
+        "num_cached",
+        "limit",
+        "rope_delta",
+        "done",
+        "stops",
+        "draft_window",
+        "draft_sinks",
+        "draft_start",
+    )
+    values = {name: getattr(state, name)[slot] for name in names} | {"tokens": state.tokens[slot][: length + 1]}
+    options = jax.tree.map(lambda x: x[slot], state.sampling)
+    values |= {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(options)}
+    return [*segments, *map(np.asarray, jax.tree.leaves(runner.snapshot(slot)))], values
+
+
+def test_what_a_slot_has_is_the_same_to_the_bit_in_another_slot(drafting):
+    """Keys, values, recurrent states, the drafter's context, options and counts."""
+    programs, wanted, _ = drafting
+    loaded = engine_for(programs, slots=8, draft_window=DraftWindow(20, 3), prefix_bytes=0)
+    longest = max(wanted, key=lambda each: len(each["prompt"]))
+    longest |= {"params": replace(longest["params"], max_tokens=26, ignore_eos=True), "stops": ()}
+    one, other = (Request(**longest, block_size=3) for _ in range(2))
+    loaded.submit(one)
+    while not one.tokens:
+        loaded.step()
+    loaded._events += loaded._collect(keep=0)
+    length = len(one.prompt) + len(one.tokens) - 1
+    before, slot = contents_of(loaded, one.slot, length), one.slot
+    assert loaded._copy_out(one)
+    loaded._waiting.remove(one)
+    loaded.submit(other)
+    loaded._admit()
+    loaded._waiting.push(one)
+    loaded._admit()
+    loaded._swap_in()
+    assert (other.slot, one.slot != slot, one.is_resident) == (slot, True, True)
+    after = contents_of(loaded, one.slot, length)
+    for x, y in zip(before[0], after[0], strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert before[1].keys() == after[1].keys()
+    for name, x in before[1].items():
+        np.testing.assert_array_equal(x, after[1][name], name)
+    run(loaded)
+    assert one.tokens == other.tokens
+    assert len(one.tokens) == 26
