@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine import engine as engine_module
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import copied_pages
 from dflash_jax.engine.engine import Engine
