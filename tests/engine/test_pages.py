@@ -16,10 +16,11 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.pages import PagePool
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.slots import Slots
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops import cache
 from tests import tiny
-from tests.engine.load import CAPACITY, alone, engine_for, some_requests, under_load
+from tests.engine.load import CAPACITY, alone, copying_out, engine_for, some_requests, under_load
 from tests.engine.mock_runner import CheckedRunner, engine, expected, request, run
 from tools.token_runs import Remembering
 
@@ -189,7 +190,7 @@ def test_what_is_computed_again_is_no_hit_of_the_prefix_cache():
 @pytest.mark.parametrize("seed", range(30))
 def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_again(seed, monkeypatch):
     """In the middle of a prefill of several, or when its own is complete."""
-    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    monkeypatch.setattr(Slots, "_need", lambda self, request: self.pages.need(1))
     rng = random.Random(seed)
     pages, budget = 17 + rng.randrange(4), rng.choice([64, 160])
     loaded = engine(4, 64, pages=pages, prefill_batch_tokens=64, max_num_batched_tokens=budget)
@@ -318,7 +319,7 @@ def test_under_load_with_few_pages_requests_give_what_they_give_alone(drafting, 
     Without room on the host, requests compute their tokens again.
     """
     # Requests come without regard to what they will need, so that many move to the host.
-    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    monkeypatch.setattr(Slots, "_need", lambda self, request: self.pages.need(1))
     programs, wanted, right = drafting
     loaded = engine_for(
         programs, slots=8, pages=(10, 10), draft_window=DraftWindow(20, 3),
@@ -355,25 +356,14 @@ def test_the_state_after_swapping_is_the_same_to_the_bit(small_pages):
     np.testing.assert_array_equal(np.asarray(runner.state.target[0].k)[list(after.pages.values())], contents)
 
 
-def test_requests_that_are_copied_out_of_their_slots_give_what_they_give_alone(drafting, monkeypatch):
+def test_requests_that_are_copied_out_of_their_slots_give_what_they_give_alone(drafting):
     """They come back to any slot."""
     programs, wanted, right = drafting
     loaded = engine_for(programs, slots=8, draft_window=DraftWindow(20, 3), prefix_bytes=200_000)
-    rng, slots = random.Random(0), []
-
-    def step(original=loaded.step):
-        if rng.random() < 0.8:
-            loaded._events += loaded._collect(keep=0)
-            if decoding := [r for r in loaded._scheduler.requests if r.tokens and r.is_resident]:
-                one = rng.choice(decoding)
-                slots.append((one, one.slot))
-                assert loaded._copy_out(one)
-        return original()
-
-    monkeypatch.setattr(loaded, "step", step)
+    copied = copying_out(loaded, seed=0)
     under_load(loaded, programs.pair[0], wanted, right, COUNT, seed=5)
-    assert len(slots) > 10
-    assert any(slot != before for one, slot in slots for other, before in slots if one is other)
+    assert len(copied) > 10
+    assert len({request for request, _ in copied}) < len(set(copied)), "all came back to the same slots"
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
 
 
@@ -419,13 +409,13 @@ def test_what_a_slot_has_is_the_same_to_the_bit_in_another_slot(drafting):
     loaded._events += loaded._collect(keep=0)
     length = len(one.prompt) + len(one.tokens) - 1
     before, slot = contents_of(loaded, one.slot, length), one.slot
-    assert loaded._copy_out(one)
-    loaded._waiting.remove(one)
+    assert loaded._slots.copy_out(one)
+    loaded._slots.waiting.remove(one)
     loaded.submit(other)
-    loaded._admit()
-    loaded._waiting.push(one)
-    loaded._admit()
-    loaded._swap_in()
+    loaded._slots._admit()
+    loaded._slots.waiting.push(one)
+    loaded._slots._admit()
+    loaded._slots._swap_in()
     assert (other.slot, one.slot != slot, one.is_resident) == (slot, True, True)
     after = contents_of(loaded, one.slot, length)
     for x, y in zip(before[0], after[0], strict=True):

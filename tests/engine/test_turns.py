@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax.engine import engine as engine_module
+from dflash_jax.engine import slots as slots_module
 from dflash_jax.engine.turns import KEPT_ACCOUNTS, Turns
 from dflash_jax.errors import QueueFullError
 from tests.engine.mock_runner import engine, expected, request, run
@@ -110,7 +110,7 @@ def test_a_prompt_of_a_second_client_is_prefilled_after_one_chunk_of_the_first()
 
 def slots_of(e) -> dict:
     held = {}
-    for r in e._by_slot.values():
+    for r in e._slots._by_slot.values():
         held[r.client] = held.get(r.client, 0) + 1
     return held
 
@@ -122,7 +122,7 @@ def slots_of(e) -> dict:
 )
 def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(options, taken, monkeypatch):
     """By computing tokens again where that is exact, or by a copy where the host has memory; texts stay the same."""
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=4, **options)
     many = [request([i + 1, 7], 300, client="a") for i in range(6)]
     submit(e, *many)
@@ -142,7 +142,7 @@ def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(options, taken, mo
 
 
 def test_no_slot_is_taken_from_a_client_that_has_its_share(monkeypatch):
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=3, recomputes_exactly=True)
     submit(e, *(request([i + 1, 7], 50, client="abc"[i % 3]) for i in range(9)))
     run(e)
@@ -171,7 +171,7 @@ LONG = [[i + 1, 7] for i in (2, 12, 13, 14, 16)]
 
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_no_slot_is_given_up_that_would_go_back_to_its_request(is_trusted, monkeypatch):
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=4, recomputes_exactly=True, trusts_priority=is_trusted)
     if is_trusted:
         late = request(LONG[4], 10, client="b", priority=5)
@@ -197,7 +197,7 @@ def test_no_slot_is_given_up_that_would_go_back_to_its_request(is_trusted, monke
 
 
 def test_no_slot_is_given_up_for_a_prompt_whose_pages_do_not_fit(monkeypatch):
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=4, recomputes_exactly=True, pages=280)
     many = [request(prompt, 239, client="a") for prompt in LONG[:4]]
     submit(e, *many)
@@ -237,7 +237,7 @@ def test_a_step_of_many_chunks_gives_them_by_turns():
 def test_every_request_ends_whatever_clients_send_and_abort(sent, seed):
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+        patch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
         check_ends(sent, seed, rng)
 
 
