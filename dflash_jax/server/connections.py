@@ -10,18 +10,25 @@ import json
 import ssl
 import struct
 import termios
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import cast
+from itertools import islice
+from typing import Union, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from dflash_jax.server.connection_table import ConnectionTable
 from dflash_jax.server.errors import RETRY_S, ApiError
-from dflash_jax.server.handshake import TlsHandshake
 
 # Bytes that the parser gets at a time while a head arrives.
 SLICE_BYTES = 2**14
+# Connections beyond the limit that get an answer (503) at a time; further ones are closed.
+MOST_REFUSED = 64
+# Connections with an unread answer that `enter` looks at, so that its time does not grow with their number.
+MOST_LOOKS = 64
+# asyncio's limit for closing a TLS connection. It counts from the start of closing however fast the client reads, so
+# the limits of the HTTP protocol apply instead.
+SHUTDOWN_S = 86400.0
 
 
 def system_bytes(transport: asyncio.BaseTransport) -> int:
@@ -72,6 +79,74 @@ class ConnectionLimits:
     unread_rate: int = 2**9
     discard_bytes: int = 2**28
     discard_s: float = 10.0
+
+
+Connection = Union["LimitedProtocol", "TlsHandshake"]
+
+
+class ConnectionTable:
+    """At most ``most`` connections.
+
+    Connections that may be closed are in queues, in the order in which they began to wait or to send a body, so that
+    `enter` takes the same time for any number of them. A connection whose request is being answered is never closed.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        # Aborted connections are removed at once, although asyncio reports their loss one turn later.
+        self._open: set[Connection] = set()
+        # Queues in the order in which they are closed, each from its first: without a request; without a request, but
+        # with an unread answer; with a body that still arrives.
+        self._idle: OrderedDict[Connection, None] = OrderedDict()
+        self._unread: OrderedDict[Connection, None] = OrderedDict()
+        self._arriving: OrderedDict[Connection, None] = OrderedDict()
+
+    def enter(self, new: Connection) -> bool:
+        """Adds a connection. Where there are too many, another one that is not being answered is closed.
+
+        Returns:
+            Whether the new connection may send requests. False: it is to be refused, or was closed where too many are
+            refused already.
+        """
+        self._open.add(new)
+        if len(self._open) <= self._most:
+            return True
+        if not self._idle:
+            # Connections whose answer was read meanwhile are idle now.
+            for connection in [c for c in islice(self._unread, MOST_LOOKS) if not c.is_unread]:
+                self._idle[connection] = self._unread.pop(connection)
+        if queue := self._idle or self._unread or self._arriving:
+            self._abort(next(iter(queue)))
+            return True
+        if len(self._open) > self._most + MOST_REFUSED:
+            self._abort(new)
+        return False
+
+    def set_waiting(self, connection: Connection) -> None:
+        """Marks a connection as waiting for a request."""
+        self.set_busy(connection)
+        if connection in self._open:
+            (self._unread if connection.is_unread else self._idle)[connection] = None
+
+    def set_arriving(self, connection: Connection) -> None:
+        """Marks a connection whose only request's body is arriving."""
+        self.set_busy(connection)
+        if connection in self._open:
+            self._arriving[connection] = None
+
+    def set_busy(self, connection: Connection) -> None:
+        """Marks a connection whose request is being answered."""
+        for queue in (self._idle, self._unread, self._arriving):
+            queue.pop(connection, None)
+
+    def leave(self, connection: Connection) -> None:
+        """Removes a connection that is closed or about to be."""
+        self.set_busy(connection)
+        self._open.discard(connection)
+
+    def _abort(self, connection: Connection) -> None:
+        self.leave(connection)
+        connection.transport.abort()
 
 
 class _AnswerTransport:
@@ -397,6 +472,81 @@ class LimitedProtocol(HttpToolsProtocol):
             self.refuse(ApiError(408, "the request did not arrive in time"))
         else:
             self.transport.abort()
+
+
+class TlsHandshake(asyncio.Protocol):
+    """The protocol of a connection until its handshake is done; then ``http`` takes over.
+
+    The connection counts from its beginning, and has the time of a request's head. asyncio would finish the handshake
+    before the HTTP protocol sees the connection, so that no limit would apply to it.
+
+    Attributes:
+        is_unread: False: no answer waits, see `LimitedProtocol`.
+        transport: The connection below TLS.
+    """
+
+    is_unread = False
+
+    def __init__(self, context: ssl.SSLContext, http: LimitedProtocol):
+        self._context, self._http = context, http
+        # Data that arrives with the end of the handshake, before the HTTP protocol takes over.
+        self._early, self._has_ended = bytearray(), False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Enters the connection into the table and starts the handshake."""
+        self.transport = transport
+        # uvicorn closes all of its connections by `shutdown` when it ends.
+        self._http.connections.add(cast("LimitedProtocol", self))
+        # A refusal is readable only after the handshake, so the HTTP protocol sends it.
+        self._http.table.enter(self)
+        self._http.table.set_waiting(self)
+        self._task = self._http.loop.create_task(self._shake_hands())
+
+    async def _shake_hands(self) -> None:
+        http, limits = self._http, self._http.limits
+        try:
+            if self.transport.is_closing():
+                return
+            transport = await http.loop.start_tls(
+                self.transport,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=limits.head_s,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )
+        except OSError:
+            # Without a handshake, the client cannot read an answer.
+            self.transport.abort()
+            return
+        finally:
+            http.connections.discard(cast("LimitedProtocol", self))
+            http.table.leave(self)
+        if self._has_ended or transport is None:
+            self.transport.abort()
+            return
+        # `http` has asyncio.Protocol's methods without deriving from it.
+        transport.set_protocol(cast("asyncio.Protocol", http))
+        http.raw_transport = self.transport
+        http.connection_made(transport)
+        if self._early:
+            http.data_received(bytes(self._early))
+
+    def data_received(self, data: bytes) -> None:
+        """Keeps early data."""
+        self._early += data
+
+    def eof_received(self) -> None:
+        """Notes that the client has closed."""
+        self._has_ended = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Notes that the connection is gone."""
+        self._has_ended = True
+
+    def shutdown(self) -> None:
+        """Closes the connection when the server stops."""
+        self.transport.abort()
 
 
 def protocol(limits: ConnectionLimits = ConnectionLimits(), tls: ssl.SSLContext | None = None):

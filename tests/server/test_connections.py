@@ -14,8 +14,7 @@ from unittest.mock import Mock
 import pytest
 import uvicorn
 
-from dflash_jax.server.connection_table import ConnectionTable
-from dflash_jax.server.connections import ConnectionLimits, LimitedProtocol, protocol
+from dflash_jax.server.connections import ConnectionLimits, ConnectionTable, LimitedProtocol, protocol
 from tests.server.conftest import wait_until
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
