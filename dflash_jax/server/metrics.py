@@ -1,9 +1,10 @@
 """Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` can read them."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import isnan
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,6 +25,15 @@ LOSSES = {
     "resumed": "Requests that went on here after the tokens of another engine.",
     "repeated": "Requests that began again here.",
 }
+# Totals of both tiers of the prefix cache: the family, its name, the tier's attribute, the text.
+PREFIX_TIERS = (
+    (GaugeMetricFamily, "bytes", "size", "Bytes of known prefixes."),
+    (GaugeMetricFamily, "budget_bytes", "budget", "Bytes at most."),
+    (CounterMetricFamily, "hits", "hits", "Requests whose prefix was there; host: a part of it at least."),
+    (CounterMetricFamily, "misses", "misses", "Requests whose prefix was not, or not all of it, there."),
+    (CounterMetricFamily, "evictions", "evictions", "Parts of prefixes that left for lack of room."),
+)
+MetricFamily = CounterMetricFamily | GaugeMetricFamily
 
 
 class Metrics:
@@ -99,24 +109,24 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's totals; the registry calls it."""
-        engine, labels = self._engine.engine, [self._name, "0"]
-        s = engine.statistics
+        engine, s = self._engine.engine, self._engine.engine.statistics
+        yielded, name = dict(s.yielded), self._name
+
+        def counters(name: str, text: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+            """Counters by the values of further labels."""
+            return self._family(CounterMetricFamily(name, text, labels=(*LABELS, *labels)), values)
 
         def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            family.add_metric(labels, value)
-            return family
+            return counters(f"vllm:{name}", text, {(): value})
 
         def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            family.add_metric(labels, value)
-            return family
+            return self._family(GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS), {(): value})
 
         gaps = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds", "Between tokens; those of a round share its time.", labels=LABELS
         )
         upto = zip([*(str(float(bound)) for bound in TOKEN_S), "+Inf"], accumulate(self._gaps), strict=True)
-        gaps.add_metric(labels, list(upto), self._gap_s)
+        gaps.add_metric([name, "0"], list(upto), self._gap_s)
         yield gaps
         yield gauge("num_requests_running", "Requests in a slot.", engine.running)
         yield gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
@@ -131,35 +141,29 @@ class Metrics:
         yield from self._prefix_tiers()
         yield counter("spec_decode_num_drafts", "Rounds with drafts.", s.drafts)
         yield counter("spec_decode_num_draft_tokens", "Drafted tokens.", s.draft_tokens)
-        yielded = dict(s.yielded)
         total = sum((n - 1) * count for n, count in yielded.items())
         yield counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", total)
-        places = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted, by place in the draft.",
-            labels=(*LABELS, "position"),
+        by_place = {
+            (place,): sum(count for n, count in yielded.items() if n - 1 > place)
+            for place in range(engine.config.largest_block - 1)
+        }
+        yield counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft.", by_place, ["position"]
         )
-        for place in range(engine.config.largest_block - 1):
-            count = sum(c for n, c in yielded.items() if n - 1 > place)
-            places.add_metric([*labels, str(place)], count)
-        yield places
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Requests by how they ended.", labels=(*LABELS, "finished_reason")
+        ended = {(reason,): s.requests[reason] for reason in ("stop", "length", "abort", "error")}
+        yield counters("vllm:request_success", "Requests by how they ended.", ended, ["finished_reason"])
+        yield counters(
+            "dflash:dispatches", "Dispatches, by compiled rows and width.", dict(s.dispatches), ["rows", "width"]
         )
-        for reason in ("stop", "length", "abort", "error"):
-            ended.add_metric([*labels, reason], s.requests[reason])
-        yield ended
-        rounds = CounterMetricFamily(
-            "dflash:dispatches", "Dispatches, by compiled rows and width.", labels=(*LABELS, "rows", "width")
-        )
-        for (rows, spec), count in dict(s.dispatches).items():
-            rounds.add_metric([*labels, str(rows), str(spec)], count)
-        yield rounds
-        for name, text in LOSSES.items():
-            family = CounterMetricFamily(f"dflash:cluster_{name}", text, labels=LABELS)
-            family.add_metric(labels, self._losses[name])
-            yield family
+        for loss, text in LOSSES.items():
+            yield counters(f"dflash:cluster_{loss}", text, {(): self._losses[loss]})
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
+
+    def _family(self, family: MetricFamily, values: Mapping[Any, float]) -> MetricFamily:
+        """Adds values to a family, by those of its further labels."""
+        for labels, value in values.items():
+            family.add_metric([self._name, "0", *map(str, labels)], value)
+        return family
 
     def _cache_config(self) -> Metric:
         """The pages of keys and values: vLLM's blocks."""
@@ -171,33 +175,16 @@ class Metrics:
             "num_windowed_gpu_blocks": windowed,
             "enable_prefix_caching": config.prefix_bytes > 0,
         }
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "How keys and values are kept.", labels=("model_name", "engine", *values)
-        )
-        info.add_metric([self._name, "0", *map(str, values.values())], 1)
-        return info
+        text = "How keys and values are kept."
+        info = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*LABELS, *values))
+        return self._family(info, {tuple(values.values()): 1})
 
     def _prefix_tiers(self) -> Iterator[Metric]:
         """Yields the totals of both tiers of the prefix cache."""
         tiers = self._engine.engine.prefix_cache.tiers
-        labels = (*LABELS, "tier")
-        bytes_ = GaugeMetricFamily("dflash:prefix_tier_bytes", "Bytes of known prefixes.", labels=labels)
-        budget = GaugeMetricFamily("dflash:prefix_tier_budget_bytes", "Bytes at most.", labels=labels)
-        hits = CounterMetricFamily(
-            "dflash:prefix_tier_hits", "Requests whose prefix was there; host: a part of it at least.", labels=labels
-        )
-        misses = CounterMetricFamily(
-            "dflash:prefix_tier_misses", "Requests whose prefix was not, or not all of it, there.", labels=labels
-        )
-        evictions = CounterMetricFamily(
-            "dflash:prefix_tier_evictions", "Parts of prefixes that left for lack of room.", labels=labels
-        )
-        for name, tier in (("device", tiers.device), ("host", tiers.host)):
-            values = (tier.size, tier.budget, tier.hits, tier.misses, tier.evictions)
-            families = (bytes_, budget, hits, misses, evictions)
-            for family, value in zip(families, values, strict=True):
-                family.add_metric([self._name, "0", name], value)
-        yield from (bytes_, budget, hits, misses, evictions)
+        for kind, name, attribute, text in PREFIX_TIERS:
+            values = {(tier,): getattr(getattr(tiers, tier), attribute) for tier in ("device", "host")}
+            yield self._family(kind(f"dflash:prefix_tier_{name}", text, labels=(*LABELS, "tier")), values)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
