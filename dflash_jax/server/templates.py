@@ -55,7 +55,7 @@ class Templates:
     def stop(self) -> None:
         """Ends the nursery and all idle processes, for good."""
         while self._idle:
-            self._end(self._idle.pop())
+            self._idle.pop().end()
         self._nursery.stop()
 
     async def render(
@@ -120,7 +120,7 @@ class Templates:
                 if is_reusable:
                     self._idle.append(process)
                 else:
-                    self._end(process)
+                    process.end()
 
     async def _process(self, is_default: bool) -> WorkerProcess:
         while is_default and self._idle:
@@ -129,8 +129,3 @@ class Templates:
                 return process
             process.socket.close()
         return await self._nursery.forked()
-
-    def _end(self, process: WorkerProcess) -> None:
-        # A process without a known id ends when it reads from its closed socket, or at its limit of time.
-        process.kill()
-        process.socket.close()

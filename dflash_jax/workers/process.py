@@ -24,6 +24,7 @@ START_S = 120.0
 # Seconds in which a worker must answer on a machine of any load. Its work is limited by processor time
 # (`limit_seconds`): this limit is for a worker that waits forever.
 STUCK_S = 600.0
+STOPPED = "the server has been stopped"
 
 
 class Nursery:
@@ -48,6 +49,7 @@ class Nursery:
 
         Raises:
             InputError: It does not get ready.
+            UnavailableError: It was stopped meanwhile.
         """
         with self._starting:
             if self._socket is not None:
@@ -84,7 +86,7 @@ class Nursery:
                     self._socket = connection
                     return
             connection.close()
-            raise InputError("the server has been stopped")
+            raise UnavailableError(STOPPED)
 
     def lose(self, connection: socket.socket | None) -> None:
         """Ends the process with this ``connection``, unless another one was started since.
@@ -119,11 +121,12 @@ class Nursery:
 
         Raises:
             InputError: The nursery does not start.
+            UnavailableError: It was stopped.
             OSError: It ended twice.
         """
         for _ in range(2):
             if self._has_stopped:
-                raise UnavailableError("the server has been stopped")
+                raise UnavailableError(STOPPED)
             if self._socket is None:
                 await asyncio.get_running_loop().run_in_executor(self._starter, self.start)
             if (connection := self._socket) is None:
@@ -136,21 +139,21 @@ class Nursery:
         raise OSError("the nursery has ended")
 
 
-def _stat(pid: int | None) -> list[str]:
-    """The fields of ``/proc/PID/stat`` from the third one, the state; zeros where there is none."""
+def _stat(of: int | str | None) -> list[str]:
+    """The fields of ``/proc/OF/stat`` from the third one, the state; zeros where there is none."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{of}/stat") as file:
             # The fields follow the name, which may have blanks.
             return file.read().rpartition(")")[2].split()
     except OSError:
         return ["0"] * 22
 
 
-def processor_s(pid: int) -> float | None:
-    """Seconds of processor time of a process; None where the system does not say."""
+def processor_s(pid: int, thread: int | None = None) -> float | None:
+    """Seconds of processor time of a process, or of one of its threads; None where the system does not say."""
     if not Path("/proc/self/stat").exists():
         return None
-    user, system = _stat(pid)[11:13]
+    user, system = _stat(pid if thread is None else f"{pid}/task/{thread}")[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
@@ -255,6 +258,11 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         return True
+
+    def end(self) -> None:
+        """Ends the process. One without a known id ends when it reads from its closed socket, or at a limit of time."""
+        self.kill()
+        self.socket.close()
 
     def faulted_and_resident(self) -> tuple[int, int]:
         """Bytes of the pages that it used or wrote first since its fork, and of all its pages in memory.

@@ -163,7 +163,7 @@ def test_processes_are_kept_and_replaced(start):
         time.sleep(0.01)
     assert "Be brief." in rendered(templates, None)[0]
     # So is the process that forks them.
-    templates._end(templates._idle.pop())
+    templates._idle.pop().end()
     lost = templates._nursery._socket
     templates._nursery.lose(lost)
     assert "Be brief." in rendered(templates, None)[0]

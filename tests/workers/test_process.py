@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dflash_jax.errors import InputError
+from dflash_jax.errors import InputError, UnavailableError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.media.decoding import MediaDecoder
@@ -18,6 +18,7 @@ from dflash_jax.server.constraint import Constraint, grammar_tokens
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.templates import Templates
+from dflash_jax.workers import process
 from dflash_jax.workers.process import STUCK_S, WorkerProcess
 from tests.media.encoded import encoded, picture
 from tests.server.conftest import wait_until
@@ -46,13 +47,13 @@ def test_a_worker_without_processor_time_is_waited_for_until_it_is_stuck(kind, g
     forked, stopped, ahead = owner._nursery.forked, [], 0.0
 
     async def stopped_at_once() -> WorkerProcess:
-        process = await forked()
-        while process.pid is None:
-            process.poll()
+        worker = await forked()
+        while worker.pid is None:
+            worker.poll()
             await asyncio.sleep(0.01)
-        os.kill(process.pid, signal.SIGSTOP)
-        stopped.append(process)
-        return process
+        os.kill(worker.pid, signal.SIGSTOP)
+        stopped.append(worker)
+        return worker
 
     async def turn() -> None:
         # Timers that are due run within two turns of the loop.
@@ -84,6 +85,23 @@ def test_a_worker_without_processor_time_is_waited_for_until_it_is_stuck(kind, g
         assert goes_on or wait_until(lambda: is_gone(stopped[0].pid))
     finally:
         owner.stop()
+
+
+@pytest.mark.parametrize("kind", [template, image, grammar])
+@pytest.mark.parametrize("is_starting", [True, False])
+def test_work_of_a_server_that_was_stopped_is_unavailable_and_no_error_of_its_input(kind, is_starting, monkeypatch):
+    owner, work = kind()
+    if is_starting:
+
+        def start(*words, original=subprocess.Popen, **options) -> subprocess.Popen:
+            owner.stop()
+            return original(*words, **options)
+
+        monkeypatch.setattr(process.subprocess, "Popen", start)
+    else:
+        owner.stop()
+    with pytest.raises(UnavailableError, match="the server has been stopped"):
+        asyncio.run(work())
 
 
 def test_the_processor_time_of_all_threads_is_limited():
