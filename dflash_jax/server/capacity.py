@@ -19,14 +19,10 @@ class Share:
     def __init__(self, capacity: "FairCapacity", client: Hashable, count: int):
         self._capacity, self._client, self._count = capacity, client, count
 
-    def keep(self, count: int) -> None:
-        """Releases all but ``count``, where there is more."""
-        released, self._count = max(self._count - count, 0), min(self._count, count)
-        self._capacity._give(self._client, released)
-
     def release(self) -> None:
-        """Releases everything."""
-        self.keep(0)
+        """Releases it, once."""
+        count, self._count = self._count, 0
+        self._capacity._give(self._client, count)
 
     def __enter__(self) -> "Share":
         return self

@@ -148,13 +148,10 @@ def test_cancelled_requests_leave_nothing():
     run(test, 10, "memory")
 
 
-def test_a_share_is_returned_in_parts_and_once():
+def test_a_share_is_returned_once():
     async def test(requests):
         await requests.ask("a", "a0", 5)
         share = requests.shares["a0"]
-        share.keep(3)
-        share.keep(4)
-        assert requests.capacity.used == 3
         with share:
             pass
         share.release()
