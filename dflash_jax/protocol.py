@@ -127,7 +127,7 @@ class Submit(Record):
     """Requests, of which the engine takes all or none.
 
     Attributes:
-        number: Of the call, which `Accepted` or `Failed` answers.
+        number: Of the call, which `Answered` or `Failed` answers.
         client: Who shares capacities by turns.
         owner: A digest of the key: who may abort the requests.
         prompts: The prompts with their continuations.
@@ -142,7 +142,7 @@ class Submit(Record):
 
 
 class Compile(Record):
-    """Compiles the form of a text, which a prompt will have; `Compiled` or `Failed` answers."""
+    """Compiles the form of a text, which a prompt will have; `Answered` or `Failed` answers."""
 
     number: int
     client: str | None
@@ -221,18 +221,6 @@ class State(Record):
     failure: str | None
 
 
-class Accepted(Record):
-    """The engine has the requests of a `Submit`.
-
-    Attributes:
-        number: Of the call.
-        tower_s: For each prompt, seconds of the vision tower.
-    """
-
-    number: int
-    tower_s: list[float]
-
-
 class Begun(Record):
     """The engine has requests of another front.
 
@@ -245,15 +233,14 @@ class Begun(Record):
     beginnings: list[int | bytes]
 
 
-class Compiled(Record):
-    """A form is compiled; ``notes``: parts of its schema that it does not enforce."""
-
-    number: int
-    notes: list[str]
-
-
 class Answered(Record):
-    """The answer to an `Ask`."""
+    """The answer to a call.
+
+    Attributes:
+        number: Of the call.
+        value: To an `Ask`, what the question asks for. To a `Submit`, whose requests the engine has then: for each
+            prompt, seconds of the vision tower. To a `Compile`: parts of the schema that the form does not enforce.
+    """
 
     number: int
     value: Any
@@ -321,7 +308,7 @@ class Events(Record):
 
 
 FromFront = Submit | Compile | Leave | Abort | Ask
-FromEngine = Hello | State | Accepted | Begun | Compiled | Answered | Failed | Scores | Events
+FromEngine = Hello | State | Begun | Answered | Failed | Scores | Events
 
 # The exceptions that cross, by kind.
 FAILURES: dict[str, type[Exception]] = {

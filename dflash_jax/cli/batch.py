@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ from dflash_jax.options import serve
 from dflash_jax.options.option import options_of
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.process import INTERRUPTED, exit_code, run_async
-from dflash_jax.server.launch import assemble, follow, follows, load, response_store
+from dflash_jax.server.launch import follows, host_of, load, response_store, serving_of
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # The server's options that mean something without a socket.
@@ -139,7 +140,7 @@ def _check_concurrency(batch_args) -> None:
 
 
 @asynccontextmanager
-async def in_process(serving, app) -> AsyncIterator[Post]:
+async def through_app(serving, app) -> AsyncIterator[Post]:
     """Requests through a server's application, without a socket."""
     import httpx
 
@@ -298,6 +299,21 @@ def running(host, serving) -> Iterator[None]:
         serving.stop_workers()
 
 
+def follow(args, system) -> int:
+    """Makes the calls of the first process until it ends: the exit code."""
+
+    def wait(number: int, _) -> None:
+        # A signal to all processes has the first one drain, which needs the others until then.
+        os.write(2, f"{signal.Signals(number).name}: this process ends with the first one\n".encode())
+        signal.signal(number, signal.SIG_DFL)
+
+    llm = load(args, system)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, wait)
+    with llm.leading():
+        return 0
+
+
 def run(batch_args, args, system) -> int:
     """Answers the requests of a file.
 
@@ -315,6 +331,7 @@ def run(batch_args, args, system) -> int:
     except ImportError:
         raise InputError('a batch needs the extra of the server: pip install "dflash-jax[server]"') from None
     from dflash_jax.server.batch_files import Output, count_lines, entries, open_input
+    from dflash_jax.server.engine_host import in_process
     from dflash_jax.server.limits import Limits
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
@@ -334,9 +351,10 @@ def run(batch_args, args, system) -> int:
             store = stack.enter_context(closing(response_store(args)))
             llm = load(args, system)
             stack.enter_context(llm.leading())
-            host, serving = assemble(args, llm, store)
+            host = host_of(args, llm)
+            serving = serving_of(args, llm, in_process(host), store)
             app = build(serving)
-            connected, engine = in_process(serving, app), running(host, serving)
+            connected, engine = through_app(serving, app), running(host, serving)
             urls = frozenset(URLS) & set(app.openapi()["paths"])
             most_bytes = max(map(serving.most_body_bytes, urls))
         todo, code, reason = entries(stream, most_bytes, urls, output.done), 0, ""

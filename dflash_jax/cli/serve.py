@@ -5,7 +5,8 @@ import sys
 
 from dflash_jax.options.serve import make_parser, parse
 from dflash_jax.process import exit_code
-from dflash_jax.server.supervisor import run
+from dflash_jax.server.launch import check_extra, set_logging
+from dflash_jax.server.supervisor import Supervisor
 
 __all__ = ["main", "make_parser"]
 
@@ -17,6 +18,8 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(format="%(message)s")
         words = sys.argv[1:] if argv is None else argv
         args, _ = parse(words)
-        return run(args, words)
+        set_logging(args)
+        check_extra()
+        return Supervisor(args, words).run()
 
     return exit_code(command)

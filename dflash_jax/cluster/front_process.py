@@ -58,7 +58,6 @@ class ClusterFront(FrontProcess):
         from dflash_jax.cluster.fleet import Fleet
 
         self._client = fleet = Fleet(self.args.wait_s)
-        self._has_hello = fleet.has_hello
         self._begin(fleet.watch())
         self._connect_all()
         return fleet

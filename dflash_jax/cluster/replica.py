@@ -9,8 +9,7 @@ from argparse import Namespace
 from dflash_jax.cluster.link import Listener, tls_contexts
 from dflash_jax.errors import EngineError
 from dflash_jax.server import transport
-from dflash_jax.server.engine_process import FrontChannels
-from dflash_jax.server.launch import WarmUpThread, end_engine, host_of, load, model_names, set_logging
+from dflash_jax.server.launch import host_of, load, set_logging
 
 log = logging.getLogger("dflash_jax.cluster")
 
@@ -40,12 +39,8 @@ class ReplicaServer:
         # Until `stop`: followers on other hosts make its calls.
         self._leading = llm.leading()
         self._leading.__enter__()
-        self.host, self._name = host_of(args, llm), model_names(args)[0]
-        self._channels, self._drain_s = FrontChannels(self.host), args.drain_s
-        self._listener = Listener(listening, secret, self._channels.new, tls and tls[0])
-        self._warm_up = WarmUpThread(
-            self.host, self.host.start_workers, args.warm_up == "full", self._tell_ready, self._fail
-        )
+        self.host, self._is_full, self._drain_s = host_of(args, llm), args.warm_up == "full", args.drain_s
+        self._listener = Listener(listening, secret, self.host.new_channel, tls and tls[0])
         self._loop, self._is_ending, self._has_failed = asyncio.new_event_loop(), asyncio.Event(), False
         self._thread = threading.Thread(target=self._run, name="fronts", daemon=True)
 
@@ -55,7 +50,7 @@ class ReplicaServer:
 
     async def _serve(self) -> None:
         log.info("listening to fronts on %s:%d, warming up", *self.address)
-        self._warm_up.start()
+        self.host.start(self._is_full, self._tell_ready, self._fail)
         serving = asyncio.ensure_future(self._listener.serve())
         await self._is_ending.wait()
         until = self._loop.time() + self._drain_s
@@ -65,12 +60,12 @@ class ReplicaServer:
             log.warning("%d requests go on elsewhere: they did not end within %g s", self.ongoing, self._drain_s)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        await asyncio.to_thread(end_engine, self.host)
-        await self._channels.close()
+        await asyncio.to_thread(self.host.stop)
+        await self.host.close_channels()
 
     def _tell_ready(self) -> None:
         warm = self.host.warm_up
-        log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, self._name)
+        log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, self.host.name)
 
     def _fail(self) -> None:
         self._has_failed = True

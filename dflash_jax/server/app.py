@@ -38,10 +38,6 @@ def needs_engine(scope) -> bool:
     return scope["method"] == "POST" and scope["path"] not in ALWAYS
 
 
-# What applications around the gate may say of a request.
-GIVEN = "on_begin", "on_end"
-
-
 class Gate:
     """Checks every request before its route: the host, the key, whether the server takes requests, and the body."""
 
@@ -53,12 +49,12 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Applications around this one say what observes the request.
-        given = {name: value for name, value in scope.get("state", {}).items() if name in GIVEN}
-        context = RequestContext(Headers(scope=scope), **given)
+        serving = self.serving
+        context = RequestContext(
+            Headers(scope=scope), serving.name, serving.limits.unknown_fields, serving.on_begin, serving.on_end
+        )
         context.enter()
-        context.model, context.unknown_fields = self.serving.name, self.serving.limits.unknown_fields
-        if self.serving.additions.request_ids and ID_HEADER not in context.headers:
+        if serving.additions.request_ids and ID_HEADER not in context.headers:
             context.returned_id = fresh_id()
         # A copy: the server keeps its own as long as the connection.
         scope, start = scope | {"state": vars(context)}, time.perf_counter()

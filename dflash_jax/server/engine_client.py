@@ -149,6 +149,7 @@ class EngineClient:
 
     Attributes:
         hello: What the engine said first; None before.
+        has_hello: Set when there is one.
         state: Whether it takes requests, and why it has failed.
         clock: Its clock at its last events, in seconds.
         plain_round_s: Measured seconds of a plain round at its last events; None: not measured.
@@ -160,6 +161,7 @@ class EngineClient:
     def __init__(self, send: Callable[[protocol.FromFront], None]):
         self._send = send
         self.hello: protocol.Hello | None = None
+        self.has_hello = asyncio.Event()
         self.state = protocol.State(False, None)
         self.clock, self.plain_round_s = 0.0, None
         self._numbers = itertools.count()
@@ -183,14 +185,11 @@ class EngineClient:
                     entry.take_scores(record.entries)
             case protocol.Hello():
                 self.hello = record
+                self.has_hello.set()
             case protocol.State():
                 self.state = record
             case protocol.Failed():
                 self._settle(record.number, lambda call: call.set_exception(exception_of(record.failure)))
-            case protocol.Accepted():
-                self._settle(record.number, lambda call: call.set_result(record.tower_s))
-            case protocol.Compiled():
-                self._settle(record.number, lambda call: call.set_result(record.notes))
             case protocol.Answered():
                 self._settle(record.number, lambda call: call.set_result(record.value))
 

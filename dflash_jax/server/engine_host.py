@@ -6,9 +6,11 @@ Everything here runs in one event loop; the engine has a thread of its own (`Asy
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +26,9 @@ from dflash_jax.engine.warm_up import WarmUp
 from dflash_jax.errors import EngineError, QueueFullError, UnavailableError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.process import leave_out_of_collections
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.server import wire
 from dflash_jax.server.capacity import Share
 from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.engine_client import EngineClient
@@ -34,6 +38,7 @@ from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.request_context import RequestContext
 from dflash_jax.server.tools import FirstCall
 from dflash_jax.server.tower import TowerTurns
+from dflash_jax.workers.process import STOPPED
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -43,6 +48,8 @@ FIRST = -(2**31) - 1
 TOKEN_S, LOOK_S = 10.0, 0.05
 # Seconds in which the engine's thread must run a command.
 COMMAND_S = 30.0
+# Seconds for the last events of requests that the end of the engine ends.
+LAST_S = 2.0
 # Log-probabilities and events of a record, with what one event has beyond them: each is a dict, which takes long.
 MOST_ENTRIES = 512
 
@@ -93,23 +100,27 @@ class EngineHost:
 
     Attributes:
         llm: The model.
+        name: Its first name.
+        fronts: Fronts that are connected.
         engine: The engine on its own thread.
         metrics: Prometheus metrics, of the requests of all fronts.
         warm_up: Compiles the engine's programs.
         grammar: Structured output; None without a tokenizer's file.
         tower: The vision tower; None for a model of text.
         is_ready: Whether requests are taken.
+        has_stopped: Whether no request is taken any more, for good.
     """
 
     def __init__(self, llm: LLM, engine: AsyncEngine, name: str, info: dict[str, Any] | None = None):
         self.llm, self.engine, self.warm_up = llm, engine, WarmUp(engine.engine)
-        self.metrics, self._info, self.is_ready = Metrics(name, engine), info or {}, False
+        self.name, self.metrics, self._info = name, Metrics(name, engine), info or {}
+        self.is_ready, self.has_stopped = False, False
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
             tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
             self.grammar = GrammarProcesses(tokens)
         self.tower = None if llm.encoder is None else TowerTurns(llm.encoder)
-        self._fronts: set[FrontConnection] = set()
+        self.fronts: set[FrontConnection] = set()
         self._probe: asyncio.Task | None = None
         engine.on_change = self.tell_state
 
@@ -129,14 +140,30 @@ class EngineHost:
     def connect(self, send: Callable[[protocol.FromEngine], None]) -> "FrontConnection":
         """A new front; ``send`` sends a record to it, in the event loop that calls the connection."""
         front = FrontConnection(self, send)
-        self._fronts.add(front)
+        self.fronts.add(front)
         send(self.hello())
         send(self.state())
         return front
 
-    def forget(self, front: "FrontConnection") -> None:
-        """A front has gone."""
-        self._fronts.discard(front)
+    def new_channel(self) -> wire.Channel:
+        """The channel of a front that connects over a socket."""
+        channel = wire.Channel(protocol.FromFront, lambda record: front.receive(record), lambda: front.close())
+        front = self.connect(channel.send)
+        front.channel = channel
+        return channel
+
+    async def close_channels(self) -> None:
+        """Closes all connections when fronts have what ended their requests, or after some seconds."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_S
+        while any(front.live for front in self.fronts) and loop.time() < until:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        for front in self.fronts:
+            if front.channel is not None:
+                front.channel.close()
+        while self.fronts and loop.time() < until:
+            await asyncio.sleep(0.01)
 
     def state(self) -> protocol.State:
         """Whether requests are taken, and why the engine has failed."""
@@ -151,7 +178,7 @@ class EngineHost:
 
     def tell(self, record: protocol.FromEngine, besides: "FrontConnection | None" = None) -> None:
         """Sends a record to all fronts but one. Any thread may call it."""
-        for front in list(self._fronts):
+        for front in list(self.fronts):
             if front is not besides:
                 front.tell(record)
 
@@ -161,6 +188,67 @@ class EngineHost:
         self.is_ready = True
         self.tell_state()
 
+    def start(
+        self,
+        is_full: bool = False,
+        on_ready: Callable[[], object] = lambda: None,
+        on_failure: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Compiles the programs that the first request needs, and takes requests; others are compiled beside them.
+
+        Args:
+            is_full: Whether every program is compiled before the first request.
+            on_ready: Called on a thread when requests are taken.
+            on_failure: Called on a thread when they never will be.
+        """
+        # Not a pool's, which the process would wait for at its end.
+        work = (is_full, on_ready, on_failure)
+        threading.Thread(target=self._warm_up, args=work, name="warm-up", daemon=True).start()
+
+    def _warm_up(self, is_full: bool, on_ready: Callable[[], object], on_failure: Callable[[], object]) -> None:
+        try:
+            with ThreadPoolExecutor(1, "prepare") as beside:
+                workers = beside.submit(self.start_workers)
+                if is_full:
+                    self.warm_up.all()
+                    self._compile_tower()
+                else:
+                    self.warm_up.first(workers.result)
+                workers.result()
+        except Exception:
+            log.exception("warm-up failed")
+            on_failure()
+            return
+        leave_out_of_collections()
+        self.set_ready()
+        on_ready()
+        if self.tower is not None and not is_full:
+            threading.Thread(target=self._compile_tower, name="vision-warm-up", daemon=True).start()
+        if self.warm_up.compiled < self.warm_up.total:
+            self._compile_others()
+        self.engine.engine.policy.keep()
+
+    def _compile_tower(self) -> None:
+        if self.tower is not None:
+            self.tower.compile(self.engine.engine.runner.capacity)
+
+    def _compile_others(self) -> None:
+        warm, began = self.warm_up, time.monotonic()
+        log.info("compiling %d programs beside requests", warm.total - warm.compiled)
+        try:
+            warm.others()
+        except Exception:
+            log.exception("the other programs are not compiled: requests go on with those that are")
+        log.info("%d of %d programs compiled after %.0f s", warm.compiled, warm.total, time.monotonic() - began)
+
+    def stop(self) -> None:
+        """Ends the engine and what runs beside it; open requests get an error."""
+        self.warm_up.stop()
+        if self.is_ready:
+            self.engine.stop()
+            self.engine.engine.policy.keep()
+        self.stop_workers()
+
     def start_workers(self) -> None:
         """Starts the processes of grammars."""
         if self.grammar is not None:
@@ -168,6 +256,7 @@ class EngineHost:
 
     def stop_workers(self) -> None:
         """Ends the processes of grammars and the tower's thread, for good."""
+        self.has_stopped = True
         for workers in (self.grammar, self.tower):
             if workers is not None:
                 workers.stop()
@@ -183,7 +272,7 @@ class EngineHost:
 
     def abort(self, owner: bytes, name: str | None) -> None:
         """Ends the owner's requests, of all fronts; with a name only those of that name."""
-        for front in self._fronts:
+        for front in self.fronts:
             front.abort(owner, name)
 
     # The questions of `protocol.Ask`.
@@ -293,11 +382,13 @@ class FrontConnection:
 
     Attributes:
         send: Sends a record to the front.
+        channel: What the records go over; None in one process.
         live: Its requests that have not ended, by number.
     """
 
     def __init__(self, host: EngineHost, send: Callable[[protocol.FromEngine], None]):
         self._host, self.send = host, send
+        self.channel: wire.Channel | None = None
         self.live: dict[int, _Live] = {}
         # Of the connection, or of its first record.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -314,11 +405,11 @@ class FrontConnection:
         self._loop = self._loop or asyncio.get_running_loop()
         match record:
             case protocol.Submit():
-                self._begin(record.number, self._submit, record)
+                self._begin(record.number, lambda: self._submit(record))
             case protocol.Compile():
-                self._begin(record.number, self._compile, record)
+                self._begin(record.number, lambda: self._compile(record))
             case protocol.Ask():
-                self._begin(record.number, self._answer, record)
+                self._begin(record.number, lambda: self._host.answer(record.question))
             case protocol.Leave():
                 if (task := self._calls.pop(record.number, None)) is not None:
                     task.cancel()
@@ -337,36 +428,38 @@ class FrontConnection:
 
     def close(self) -> None:
         """The front has gone: its calls and requests end."""
-        self._host.forget(self)
+        self._host.fronts.discard(self)
         for task in self._calls.values():
             task.cancel()
         self._leave(list(self.live))
 
-    def _begin(self, number: int, work: Callable[[Any], Coroutine[Any, Any, protocol.FromEngine]], record) -> None:
+    def _begin(self, number: int, work: Callable[[], Coroutine]) -> None:
         async def call() -> None:
             try:
-                self.send(await work(record))
-            except ApiError as e:
-                self.send(protocol.Failed(number, protocol.Failure("api", e.message, e.status_code, e.param)))
+                self.send(protocol.Answered(number, await work()))
             except Exception as e:
-                if not isinstance(e, tuple(protocol.FAILURES.values())):
-                    log.error("a call of a front failed", exc_info=e)
-                self.send(protocol.Failed(number, protocol.failure_of(e)))
+                self.send(protocol.Failed(number, self._failure(e)))
             finally:
                 self._calls.pop(number, None)
 
         self._calls[number] = asyncio.create_task(call())
 
-    async def _compile(self, record: protocol.Compile) -> protocol.Compiled:
+    def _failure(self, error: Exception) -> protocol.Failure:
+        if self._host.has_stopped:
+            # Whatever it was: a process that was ended, say.
+            return protocol.failure_of(UnavailableError(STOPPED))
+        if isinstance(error, ApiError):
+            return protocol.Failure("api", error.message, error.status_code, error.param)
+        if not isinstance(error, tuple(protocol.FAILURES.values())):
+            log.error("a call of a front failed", exc_info=error)
+        return protocol.failure_of(error)
+
+    async def _compile(self, record: protocol.Compile) -> list[str]:
         RequestContext(client=record.client).enter()
         assert self._host.grammar is not None, "a form without a tokenizer's file"
-        compiled = await self._host.grammar.grammar(record.form)
-        return protocol.Compiled(record.number, compiled.notes)
+        return (await self._host.grammar.grammar(record.form)).notes
 
-    async def _answer(self, record: protocol.Ask) -> protocol.Answered:
-        return protocol.Answered(record.number, await self._host.answer(record.question))
-
-    async def _submit(self, record: protocol.Submit) -> protocol.Accepted:
+    async def _submit(self, record: protocol.Submit) -> list[float]:
         RequestContext(client=record.client).enter()
         begun: dict[int, _Live] = {}
         aborted: set[str | None] = set()
@@ -388,7 +481,7 @@ class FrontConnection:
                 self._host.engine.abort(live.sequence.request)
         self._host.tell(protocol.Begun(self._host.engine.open_requests, record.beginnings), besides=self)
         self._host.metrics.count_losses([choice for prompt in record.prompts for choice in prompt.choices])
-        return protocol.Accepted(record.number, seconds)
+        return seconds
 
     async def _prepare(self, record: protocol.Submit, prompt: protocol.Prompt, begun: dict[int, _Live]) -> float:
         """Adds the requests of a prompt to ``begun``, and encodes its images and videos: the seconds of the tower."""
@@ -500,12 +593,28 @@ class FrontConnection:
         while self._unsent and size < MOST_ENTRIES:
             record = self._unsent.popleft()
             if isinstance(record, protocol.Scores):
-                self.send(record)
+                self._send_of([record], lambda scores: scores[0])
                 size += len(record.entries)
             else:
                 events.append(record)
                 size += 1 + len(record.logprobs or ())
-        if events:
-            self.send(protocol.Events(self._host.engine.engine.runner.clock, self._host.plain_round_s, events))
         if self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
+        if events:
+            self._send_of(events, self._events)
+
+    def _events(self, events: list[protocol.Event]) -> protocol.Events:
+        return protocol.Events(self._host.engine.engine.runner.clock, self._host.plain_round_s, events)
+
+    def _send_of(self, parts: list, record_of: Callable[[list], protocol.FromEngine]) -> None:
+        """Sends the record of some parts. A part that cannot be sent ends its request with an error, and no other."""
+        try:
+            self.send(record_of(parts))
+        except Exception as e:
+            if len(parts) > 1:
+                for part in parts:
+                    self._send_of([part], record_of)
+                return
+            log.error("an event of a request cannot be sent", exc_info=e)
+            self._leave([parts[0].number])
+            self.send(self._events([protocol.Event(parts[0].number, failure=protocol.failure_of(e))]))

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 
 from dflash_jax.frontend.sequence import TextSequence
@@ -13,26 +13,6 @@ log = logging.getLogger("dflash_jax.requests")
 
 # Most sequences of a request that are logged, and most ids of a prompt that are decoded for the log.
 MOST_LOGGED, MOST_DECODED = 16, 4096
-
-
-class Observer:
-    """An ASGI application around another one."""
-
-    def __init__(self, app, on_begin: Sequence[Callable] = (), on_end: Sequence[Callable] = ()):
-        """Wraps ``app``.
-
-        Args:
-            app: The application.
-            on_begin: Called with (context, sequence) when the engine gets a sequence.
-            on_end: Called with the context of a request that has sequences, after its answer.
-        """
-        self.app, self._on_begin, self._on_end = app, on_begin, on_end
-
-    async def __call__(self, scope, receive, send) -> None:
-        """The ASGI application."""
-        if scope["type"] == "http":
-            scope = scope | {"state": {**scope.get("state", {}), "on_begin": self._on_begin, "on_end": self._on_end}}
-        await self.app(scope, receive, send)
 
 
 class RequestLog:

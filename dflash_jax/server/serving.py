@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from time import thread_time
 from typing import TypeVar
 
@@ -81,6 +81,7 @@ class Serving:
         stream_interval: Tokens between two pieces of a text. The first and the last piece never wait.
         keep_alive_s: Seconds without an event after which a stream says that it goes on; 0 for never.
         additions: Additions to all answers.
+        on_begin, on_end: Observers of all requests, as of `RequestContext`.
         created: When the server started, in seconds since the epoch.
         is_draining: Whether the server shuts down.
         requests: HTTP requests for text without a complete answer.
@@ -108,6 +109,8 @@ class Serving:
         self.hello = engine.hello
         self.stream_interval, self.additions = stream_interval, additions or Additions()
         self.keep_alive_s = keep_alive_s
+        self.on_begin: list[Callable] = []
+        self.on_end: list[Callable] = []
         self.created = int(time.time())
         self.is_draining = False
         self.requests: set[RequestContext] = set()

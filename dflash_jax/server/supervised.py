@@ -38,30 +38,25 @@ class Start(Record):
     Attributes:
         words: The words of the command line.
         folder: The supervisor's directory, which is removed even where the supervisor is killed.
-        path: The Unix socket that an engine listens on; a front's file of stored responses, "" for none.
         listening: A front's descriptor of the listening socket.
+        store: A front's file of stored responses.
         fronts: How many fronts there are, which share limits.
     """
 
     words: list[str]
     folder: str
-    path: str
     listening: int = -1
+    store: str = ""
     fronts: int = 1
 
-
-class Connect(Record):
-    """To a front: the engine's Unix socket."""
-
-    path: str
+    @property
+    def engine(self) -> str:
+        """The Unix socket on which the engine, or the one after it, listens to fronts."""
+        return f"{self.folder}/engine"
 
 
 class Ping(Record):
-    """To a front: `Pong` answers it."""
-
-
-class Count(Record):
-    """To a front: `InFlight` answers it."""
+    """`Pong` answers it, as soon as the event loop has a turn."""
 
 
 class Drain(Record):
@@ -72,7 +67,7 @@ class Stop(Record):
     """An engine ends, and all open requests with it; a front ends when these have their errors."""
 
 
-ToChild = Start | Connect | Ping | Count | Drain | Stop
+ToChild = Start | Ping | Drain | Stop
 
 
 # What it receives.
@@ -111,7 +106,7 @@ class Accepting(Record):
 
 
 class Pong(Record):
-    """From a front: the answer to `Ping`."""
+    """The answer to `Ping`."""
 
 
 class InFlight(Record):
@@ -168,11 +163,14 @@ class Child(ABC):
         """Does the work of the process, and returns its exit code."""
 
     def _receive(self, record: Any) -> None:
-        if isinstance(record, Start):
-            self.start = record
-            self._started.set()
-        else:
-            self.receive(record)
+        match record:
+            case Start():
+                self.start = record
+                self._started.set()
+            case Ping():
+                self.send(Pong())
+            case _:
+                self.receive(record)
 
     async def run(self, connection: socket.socket) -> int:
         """Does the work that the supervisor at the other end asks for: the exit code."""

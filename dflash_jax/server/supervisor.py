@@ -20,19 +20,20 @@ from typing import Any
 
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.server import cors, supervised, transport, wire
-from dflash_jax.server.launch import check_extra, set_logging, warn_of_open_access
+from dflash_jax.server.launch import warn_of_open_access
 from dflash_jax.workers.process import processor_s
 
 log = logging.getLogger("dflash_jax.server")
 
 # The modules of both kinds of processes.
 ENGINE, FRONT = "dflash_jax.server.engine_process", "dflash_jax.server.front_process"
-# Seconds between two questions to a front's event loop.
+# Seconds between two questions to a process's event loop.
 PING_S = 1.0
-# Seconds without an answer, in both the clock's and the front's processor time, after which a front is ended.
-STUCK_S = 5.0
-# The clock's alone: a front that waits for something, or that a busy machine gives no processor.
-SILENT_S = 30.0
+# Seconds of its first thread's processor time that one turn of an event loop may take: of one that works, and of one
+# that starts, which imports and builds in such turns.
+STUCK_S, START_S = 5.0, 60.0
+# Seconds that an event loop may wait in one turn, and the share of them that is less than any work takes.
+SILENT_S, WAITS = 30.0, 0.01
 # Processes of one kind that are started again within so many seconds, at most.
 RESTARTS, RESTARTS_S = 5, 60.0
 # Seconds in which fronts say how many requests they have.
@@ -49,21 +50,6 @@ def front_count(args: Namespace) -> int:
         return args.api_server_count
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, cores // 4))
-
-
-class _Restarts:
-    """Counts starts of one kind of process."""
-
-    def __init__(self):
-        self._times: deque[float] = deque()
-
-    def may(self) -> bool:
-        """Whether one more is possible now; it counts."""
-        now = time.monotonic()
-        while self._times and now - self._times[0] > RESTARTS_S:
-            self._times.popleft()
-        self._times.append(now)
-        return len(self._times) <= RESTARTS
 
 
 class _Process:
@@ -83,7 +69,7 @@ class _Process:
         is_stopping: Whether its end was asked for.
         ended: Done when the process has ended and was handled.
         count: The question that waits for a front's number of requests.
-        asked: When the unanswered ping was sent, and the front's processor time then.
+        asked: When the unanswered ping was sent, and the processor time of its first thread then.
     """
 
     def __init__(
@@ -91,7 +77,7 @@ class _Process:
     ):
         self.name, self.is_up, self.is_stopping = name, False, False
         self.count: asyncio.Future[int] | None = None
-        self.asked: tuple[float, float] | None = None
+        self.asked: tuple[float, float | None] | None = None
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._code: asyncio.Future[int] = loop.create_future()
@@ -129,7 +115,6 @@ class _Process:
 
     def kill(self) -> None:
         """Ends it at once."""
-        self.is_stopping = True
         self._process.kill()
 
     async def end(self) -> int:
@@ -165,18 +150,16 @@ class Supervisor:
         self.args, self._words, self._modules = args, list(words), (engine, front)
         self._front_count = front_count(args)
         self._engine: _Process | None = None
-        self._engines = 0
         # A front's number, and its process.
         self._fronts: dict[int, _Process] = {}
         self._listening: socket.socket | None = None
-        # The engine's Unix socket, where it listens.
-        self._path: str | None = None
         self._phase = "starting"
         self._is_follower, self._has_warned = False, False
         self._code = 0
         # What the engine said when it was ready, until that is logged.
         self._ready: supervised.Ready | None = None
-        self._restarts = {"engine": _Restarts(), "front": _Restarts()}
+        # When processes of a kind were started again, on the monotonic clock.
+        self._restarts: dict[str, deque[float]] = {kind: deque(maxlen=RESTARTS + 1) for kind in ("engine", "front")}
         self._tasks: set[asyncio.Task] = set()
 
     def run(self) -> int:
@@ -261,11 +244,9 @@ class Supervisor:
 
     # Processes start and end.
     def _start_engine(self) -> None:
-        self._engines += 1
-        path = str(self._folder / f"engine-{self._engines}")
-        first = supervised.Start(self._words, str(self._folder), path)
+        first = supervised.Start(self._words, str(self._folder))
         self._engine = _Process("the engine", self._modules[0], first, (), self._of_engine)
-        self._begin(self._until_engine_ends(self._engine, path))
+        self._begin(self._until_engine_ends(self._engine))
 
     def _start_fronts(self) -> None:
         for number in range(1, self._front_count + 1):
@@ -273,19 +254,15 @@ class Supervisor:
 
     def _start_front(self, number: int) -> None:
         assert self._listening is not None
-        path, descriptor = self.args.response_store_path or self._folder / "responses.sqlite", self._listening.fileno()
-        first = supervised.Start(self._words, str(self._folder), str(path), descriptor, self._front_count)
+        store, descriptor = self.args.response_store_path or self._folder / "responses.sqlite", self._listening.fileno()
+        first = supervised.Start(self._words, str(self._folder), descriptor, str(store), self._front_count)
         front = _Process(f"front {number}", self._modules[1], first, [descriptor], self._of_front)
         self._fronts[number] = front
         self._begin(self._until_front_ends(number, front))
-        if self._path is not None:
-            front.send(supervised.Connect(self._path))
 
-    async def _until_engine_ends(self, engine: _Process, path: str) -> None:
+    async def _until_engine_ends(self, engine: _Process) -> None:
         code = await engine.end()
-        engine.is_up, self._path = False, None
-        with suppress(OSError):
-            os.unlink(path)
+        engine.is_up = False
         engine.ended.set_result(None)
         if self._phase == "ended":
             return
@@ -295,7 +272,7 @@ class Supervisor:
             self._fail_of(engine, code)
         elif not engine.is_stopping:
             log.error("the engine's process has ended %s", _how(code))
-            if self._phase == "serving" and self.args.restart_on_failure and self._restarts["engine"].may():
+            if self._phase == "serving" and self.args.restart_on_failure and self._may_restart("engine"):
                 log.warning("restarting the engine")
                 self._start_engine()
             else:
@@ -310,10 +287,16 @@ class Supervisor:
             self._fail_of(front, code)
         elif self._phase == "serving":
             log.error("%s has ended %s: restarting it", front.name, _how(code))
-            if self._restarts["front"].may():
+            if self._may_restart("front"):
                 self._start_front(number)
             else:
                 self._fail(EngineError(f"fronts have ended {RESTARTS + 1} times within {RESTARTS_S:g} s"))
+
+    def _may_restart(self, kind: str) -> bool:
+        """Whether one more process of a kind may be started again now; it counts."""
+        times = self._restarts[kind]
+        times.append(time.monotonic())
+        return len(times) <= RESTARTS or times[-1] - times[0] > RESTARTS_S
 
     def _fail_of(self, process: _Process, code: int) -> None:
         """Ends the server after a process that ended while the server started."""
@@ -342,15 +325,14 @@ class Supervisor:
                 else:
                     log.info("this process follows the first one")
             case supervised.Loaded():
-                self._path = str(self._folder / f"engine-{self._engines}")
-                for front in self._fronts.values():
-                    front.send(supervised.Connect(self._path))
                 log.info("listening on %s, warming up", self._url)
             case supervised.Ready():
                 engine.is_up, self._ready = True, record
                 self._look_whether_ready()
             case supervised.Broken():
                 self._break()
+            case supervised.Pong():
+                engine.asked = None
             case supervised.Failed():
                 self._take_failure(record)
 
@@ -411,13 +393,13 @@ class Supervisor:
             log.warning("%s: ended at once", name)
             self._finish(128 + number)
 
-    async def _counts(self, question: supervised.Record) -> int:
-        """The requests of all fronts, which answer a question."""
+    async def _drain_fronts(self) -> int:
+        """Has all fronts take no further requests, and returns the number of those under way."""
         loop, waiting = asyncio.get_running_loop(), []
         for front in self._fronts.values():
             if front.is_up:
                 front.count = loop.create_future()
-                front.send(question)
+                front.send(supervised.Drain())
                 waiting.append(front.count)
         if not waiting:
             return 0
@@ -431,7 +413,7 @@ class Supervisor:
         for front in self._fronts.values():
             if not front.is_up:
                 front.kill()
-        count = await self._counts(supervised.Drain())
+        count = await self._drain_fronts()
         if name is not None:
             log.info("%s: finishing %d requests", name, count)
         ends = asyncio.ensure_future(asyncio.wait([front.ended for front in self._fronts.values()]))
@@ -445,20 +427,21 @@ class Supervisor:
             await ends
         if self._engine is not None:
             engine = self._engine
+            engine.stop()
             if engine.is_up:
-                engine.stop()
-                # A device that hangs never ends.
                 ends = {engine.ended} if second.done() else {engine.ended, second}
                 await asyncio.wait(ends, timeout=ENGINE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not engine.ended.done():
-                engine.kill()
-                await engine.ended
+                if not engine.ended.done() and not second.done():
+                    # A device that hangs never ends.
+                    log.warning("the engine has not ended within %g s: ending it", ENGINE_S)
+            engine.kill()
+            await engine.ended
         second.cancel()
         self._finish(self._code)
 
     async def _stop(self) -> None:
         """Ends all requests with an error."""
-        left = await self._counts(supervised.Count())
+        left = await self._drain_fronts()
         if self._phase == "stopping":
             log.warning("stopped with %d requests in flight", left)
         elif left:
@@ -471,7 +454,7 @@ class Supervisor:
     def _processes(self) -> list[_Process]:
         return [*self._fronts.values(), *([] if self._engine is None else [self._engine])]
 
-    # Fronts whose event loop does not answer.
+    # Processes whose event loop does not answer.
     async def _watch(self) -> None:
         last = time.monotonic()
         while True:
@@ -479,31 +462,36 @@ class Supervisor:
             now = time.monotonic()
             # This process was stopped itself, and so were perhaps the others.
             was_stopped, last = now - last > 2 * PING_S + 1, now
-            for front in self._fronts.values():
-                if front.is_up and not front.is_stopping:
-                    self._look_at(front, now, was_stopped)
+            for process in self._processes():
+                if not process.is_stopping:
+                    self._look_at(process, now, was_stopped)
 
-    def _look_at(self, front: _Process, now: float, was_stopped: bool) -> None:
-        used = processor_s(front.pid)
-        if front.asked is None:
-            front.send(supervised.Ping())
-        if front.asked is None or was_stopped:
-            front.asked = now, used or 0.0
+    def _look_at(self, process: _Process, now: float, was_stopped: bool) -> None:
+        # The event loop is in the first thread. The other ones may compile, or hold a device.
+        used = processor_s(process.pid, process.pid)
+        if process.asked is None:
+            process.send(supervised.Ping())
+        if process.asked is None or was_stopped:
+            process.asked = now, used
             return
-        since, used_before = front.asked
-        is_busy = used is not None and used - used_before >= STUCK_S
-        if now - since >= (STUCK_S if is_busy else SILENT_S):
-            log.error("%s has not answered for %.0f s: ending it", front.name, now - since)
-            front.kill()
+        since, used_before = process.asked
+        turn = None if used is None or used_before is None else used - used_before
+        if self._hangs(process, now - since, turn):
+            log.error("%s has not answered for %.0f s: ending it", process.name, now - since)
+            process.kill()
 
+    def _hangs(self, process: _Process, waited: float, turn: float | None) -> bool:
+        """Whether the turn of an event loop that has lasted for ``waited`` seconds never ends.
 
-def run(args: Namespace, words: Sequence[str]) -> int:
-    """Runs `dflash serve`: the exit code.
+        A busy machine gives a turn that ends little processor time, which therefore decides.
 
-    Args:
-        args: Its arguments.
-        words: The words of its command line.
-    """
-    set_logging(args)
-    check_extra()
-    return Supervisor(args, words).run()
+        Args:
+            process: The process.
+            waited: Seconds of the clock.
+            turn: Seconds of processor time; None: unknown.
+        """
+        if turn is not None and turn >= WAITS * waited:
+            return turn >= (STUCK_S if process.is_up else START_S)
+        # An engine's loop may wait for minutes while another thread reads weights.
+        may_wait = not process.is_up and (turn is None or process is self._engine)
+        return waited >= SILENT_S and not may_wait

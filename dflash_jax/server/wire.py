@@ -111,21 +111,14 @@ class Channel(asyncio.BufferedProtocol):
         kind: The type of the records that are received: a union of tagged structs.
         on_record: Called with each record.
         on_end: Called once, when the connection has ended.
-        most_bytes: Bytes of a frame, at most.
 
     Attributes:
         unsent_bytes: Bytes that wait for the connection.
         has_ended: Whether the connection has ended.
     """
 
-    def __init__(
-        self,
-        kind: Any,
-        on_record: Callable[[Any], None],
-        on_end: Callable[[], None] = lambda: None,
-        most_bytes: int = MOST_BYTES,
-    ):
-        self.on_record, self.on_end, self._most_bytes = on_record, on_end, most_bytes
+    def __init__(self, kind: Any, on_record: Callable[[Any], None], on_end: Callable[[], None] = lambda: None):
+        self.on_record, self.on_end = on_record, on_end
         self._encoder, self._decoder = _Encoder(), _Decoder(kind)
         self._transport: asyncio.Transport | None = None
         # What the transport does not have yet, and its bytes.
@@ -269,8 +262,8 @@ class Channel(asyncio.BufferedProtocol):
             self._move()
             return None
         total, size = _HEADER.unpack_from(self._buffer, self._begin)
-        if total > self._most_bytes:
-            raise ValueError(f"a frame has {total} bytes: at most {self._most_bytes} are possible")
+        if total > MOST_BYTES:
+            raise ValueError(f"a frame has {total} bytes: at most {MOST_BYTES} are possible")
         if size > total:
             raise ValueError(f"a frame of {total} bytes cannot have a record of {size}")
         first = self._begin + _HEADER.size
@@ -302,21 +295,6 @@ async def over(connection: socket.socket, channel: Channel) -> Channel:
     make = loop.create_unix_connection if connection.family == socket.AF_UNIX else loop.create_connection
     await make(lambda: channel, sock=connection)
     return channel
-
-
-async def connect(path: str, channel: Channel) -> Channel:
-    """Connects a channel to a Unix socket.
-
-    Raises:
-        OSError: No process listens there.
-    """
-    await asyncio.get_running_loop().create_unix_connection(lambda: channel, path)
-    return channel
-
-
-async def listen(path: str, make: Callable[[], Channel]) -> asyncio.AbstractServer:
-    """Listens on a Unix socket; ``make`` makes the channel of each connection."""
-    return await asyncio.get_running_loop().create_unix_server(make, path)
 
 
 @contextmanager

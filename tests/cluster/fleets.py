@@ -36,7 +36,7 @@ class Member:
         asyncio.get_running_loop().call_soon(self._front.receive, record)
 
     def _receive(self, record):
-        is_part = isinstance(record, protocol.Accepted | protocol.Scores | protocol.Events)
+        is_part = isinstance(record, protocol.Answered | protocol.Scores | protocol.Events)
         if self.is_alive and not self.is_silent and not (is_part and self.world.is_cut(self)):
             self.world.fleet.receive(self.engine, record)
 

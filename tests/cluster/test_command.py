@@ -21,7 +21,7 @@ from dflash_jax.cluster import app, command
 from dflash_jax.cluster.options import parse
 from dflash_jax.errors import InputError
 from dflash_jax.server.connections import ConnectionLimits
-from dflash_jax.server.launch import http_config
+from dflash_jax.server.front_process import http_config
 from tests.server.conftest import wait_until
 
 BODY = {"prompt": "def clamp(value, low, high):\n    ", "max_tokens": 160, "ignore_eos": True, "stream": True}

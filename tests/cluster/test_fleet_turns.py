@@ -57,7 +57,7 @@ class Script:
             case protocol.Submit(number, prompts=prompts) if self.refusal is not None:
                 asyncio.get_running_loop().call_soon(self.say, protocol.Failed(number, self.refusal))
             case protocol.Submit(number, prompts=prompts):
-                asyncio.get_running_loop().call_soon(self._accept, protocol.Accepted(number, [0.0] * len(prompts)))
+                asyncio.get_running_loop().call_soon(self._accept, protocol.Answered(number, [0.0] * len(prompts)))
             case protocol.Ask(number, question) if question in self.answers:
                 answer = protocol.Answered(number, self.answers[question])
                 asyncio.get_running_loop().call_soon(self.say, answer)
@@ -540,7 +540,7 @@ def test_a_form_is_compiled_at_another_engine_where_the_first_one_dies():
             await settled()
             second = next(script for script in scripts if script is not first)
             (record,) = second.of(protocol.Compile)
-            second.say(protocol.Compiled(record.number, ["a note"]))
+            second.say(protocol.Answered(record.number, ["a note"]))
             assert await compiling == ["a note"]
 
     check(main)

@@ -18,7 +18,6 @@ from dflash_jax.cluster.link import Listener
 from dflash_jax.cluster.options import parse
 from dflash_jax.errors import InputError
 from dflash_jax.server import transport
-from dflash_jax.server.engine_process import FrontChannels
 from tests.cluster.replica_process import SECRET
 from tests.docs.pages import ROOT
 from tests.server.conftest import NAME, hosted, wait_until
@@ -36,7 +35,7 @@ class EngineThread:
     """
 
     def __init__(self, host):
-        self.host, self._channels = host, FrontChannels(host)
+        self.host = host
         self._listening = transport.listen("127.0.0.1", 0)
         self.address = self._listening.getsockname()
         self._loop = asyncio.new_event_loop()
@@ -45,16 +44,16 @@ class EngineThread:
 
     async def _serve(self):
         self._ending = asyncio.Event()
-        serving = asyncio.ensure_future(Listener(self._listening, SECRET, self._channels.new).serve())
+        serving = asyncio.ensure_future(Listener(self._listening, SECRET, self.host.new_channel).serve())
         await self._ending.wait()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        for channel in self._channels._channels:
-            channel.abort()
+        for front in list(self.host.fronts):
+            front.channel.abort()
         await asyncio.sleep(0.05)
 
     def has_requests(self) -> bool:
-        return any(channel.front.live for channel in self._channels._channels)
+        return any(front.live for front in self.host.fronts)
 
     def kill(self):
         """Ends all connections at once, and listens no more."""

@@ -61,7 +61,7 @@ USES: Counter[EngineHost] = Counter()
 
 
 class Running:
-    """A server that was started; ``url`` ends with its port. ``around`` makes another application of ours."""
+    """A server that was started; ``url`` ends with its port."""
 
     def __init__(
         self,
@@ -71,13 +71,12 @@ class Running:
         hosts: tuple[str, ...] | None = None,
         connections: ConnectionLimits | None = None,
         cors: Cors | None = None,
-        around=lambda app: app,
     ):
         self.serving, self.host = serving, host
         USES[host] += 1
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = around(build(serving, [api_key] if api_key else (), hosts, cors))
+        app = build(serving, [api_key] if api_key else (), hosts, cors)
         config = uvicorn.Config(
             app, http=protocol(connections or ConnectionLimits()), ws="none", lifespan="off", log_level="error"
         )

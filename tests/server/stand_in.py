@@ -14,8 +14,10 @@ import time
 from dflash_jax.options.serve import parse
 from dflash_jax.process import exit_code
 from dflash_jax.server import supervised, supervisor, wire
+from dflash_jax.server.launch import set_logging
 
 MODULE = "tests.server.stand_in"
+SILENT_S = 3.0
 
 
 def say(line: str) -> None:
@@ -23,23 +25,23 @@ def say(line: str) -> None:
     os.write(2, f"{line}\n".encode())
 
 
+def hang(how: str) -> None:
+    """Never returns, and uses the processor or does not."""
+    while True:
+        if how == "sleep":
+            time.sleep(10000)
+
+
 class StandIn(supervised.Child):
     """Both kinds, told apart by the first record."""
 
     def __init__(self):
         super().__init__()
-        self.path, self.stopped, self.drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.stopped, self.drained = asyncio.Event(), asyncio.Event()
         self.count = 0
 
     def receive(self, record) -> None:
         match record:
-            case supervised.Connect(path):
-                assert os.path.exists(path)
-                self.path.set()
-            case supervised.Ping():
-                self.send(supervised.Pong())
-            case supervised.Count():
-                self.send(supervised.InFlight(self.count))
             case supervised.Drain():
                 self.send(supervised.InFlight(self.count))
                 self.drained.set()
@@ -50,11 +52,17 @@ class StandIn(supervised.Child):
         return await (self.engine() if self.start.listening < 0 else self.front())
 
     async def engine(self) -> int:
+        # Its event loop hangs when it is told to.
+        signal.signal(signal.SIGUSR1, lambda *_: hang("spin"))
+        signal.signal(signal.SIGUSR2, lambda *_: hang("sleep"))
         say(f"engine {os.getpid()}")
         if "engine-fails" in os.environ.get("STAND_IN", ""):
             raise supervised.InputError("the model\nis missing")
         if "engine-dies" in os.environ.get("STAND_IN", ""):
             os.kill(os.getpid(), signal.SIGKILL)
+        if "engine-loads" in os.environ.get("STAND_IN", ""):
+            # Another thread reads weights, say, and lets this one not go on.
+            time.sleep(2 * SILENT_S)
         if self.args.distributed:
             is_first = "leads" in os.environ["STAND_IN"]
             self.send(supervised.Leads(is_first))
@@ -62,7 +70,9 @@ class StandIn(supervised.Child):
                 # The first process ends.
                 await asyncio.sleep(float(os.environ["ENDS_S"]))
                 return 0
-        await wire.listen(self.start.path, lambda: wire.Channel(supervised.ToChild, print))
+        await asyncio.get_running_loop().create_unix_server(
+            lambda: wire.Channel(supervised.ToChild, print), self.start.engine
+        )
         self.send(supervised.Loaded())
         if "never-ready" in os.environ.get("STAND_IN", ""):
             await asyncio.Event().wait()
@@ -72,13 +82,20 @@ class StandIn(supervised.Child):
             self.send(supervised.Broken())
         await self.stopped.wait()
         say("engine stops")
+        if "engine-stays" in os.environ.get("STAND_IN", ""):
+            await asyncio.Event().wait()
         return 0
 
     async def front(self) -> int:
         say(f"front {os.getpid()}")
         if "front-fails" in os.environ.get("STAND_IN", ""):
             raise supervised.InputError("the store is missing")
-        await self.path.wait()
+        if "front-spins" in os.environ.get("STAND_IN", ""):
+            hang("spin")
+        if "front-waits" in os.environ.get("STAND_IN", ""):
+            hang("sleep")
+        while not os.path.exists(self.start.engine):
+            await asyncio.sleep(0.01)
         listening = socket.socket(fileno=os.dup(self.start.listening))
         listening.setblocking(False)
         await asyncio.start_server(self.answer, sock=listening)
@@ -95,16 +112,11 @@ class StandIn(supervised.Child):
                 match line:
                     case "pid":
                         writer.write(f"{os.getpid()}\n".encode())
-                    case "spin":
-                        while True:
-                            pass
-                    case "sleep":
-                        time.sleep(10000)
+                    case "spin" | "sleep" as how:
+                        hang(how)
                     case "ignore":
                         self.drained = self.stopped = asyncio.Event()
-                        self.receive = lambda record: (
-                            isinstance(record, supervised.Ping) and StandIn.receive(self, record)
-                        )
+                        self.receive = lambda record: None
                         writer.write(b"ignored\n")
                 await writer.drain()
         self.count -= 1
@@ -113,10 +125,12 @@ class StandIn(supervised.Child):
 
 def main() -> int:
     """A server of stand-ins, whose watch is quick."""
-    supervisor.PING_S, supervisor.STUCK_S, supervisor.SILENT_S, supervisor.ERRORS_S = 0.1, 1.0, 3.0, 0.5
-    supervisor.COUNT_S = float(os.environ.get("COUNT_S", supervisor.COUNT_S))
+    supervisor.PING_S, supervisor.STUCK_S, supervisor.START_S, supervisor.SILENT_S = 0.1, 1.0, 4.0, SILENT_S
+    supervisor.ERRORS_S = 0.5
+    for name in ("COUNT_S", "ENGINE_S"):
+        setattr(supervisor, name, float(os.environ.get(name, getattr(supervisor, name))))
     args, _ = parse(sys.argv[1:])
-    supervisor.set_logging(args)
+    set_logging(args)
     return supervisor.Supervisor(args, sys.argv[1:], MODULE, MODULE).run()
 
 

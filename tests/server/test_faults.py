@@ -89,7 +89,7 @@ def test_exit_on_failure_tells_the_supervisor_of_the_failure_and_no_other_does(l
         engine = AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64), masks=True))
         host = EngineHost(llm, engine, "tiny")
         with wire.folder() as folder:
-            process.start = supervised.Start([], str(folder), str(folder / "engine"))
+            process.start = supervised.Start([], str(folder))
             answering = asyncio.create_task(process._answer(host))
             said = [type(await sent.get()) for _ in range(2)]
             assert said == [supervised.Loaded, supervised.Ready]
@@ -117,7 +117,7 @@ def test_a_warm_up_that_fails_ends_the_engines_process_with_code_1(llm, caplog):
         host = EngineHost(llm, AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64))), "tiny")
         host.warm_up.first = fail
         with wire.folder() as folder:
-            process.start = supervised.Start([], str(folder), str(folder / "engine"))
+            process.start = supervised.Start([], str(folder))
             return await process._answer(host), sent
 
     assert asyncio.run(main()) == (1, [supervised.Loaded(), supervised.Failed("", 1)])

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.engine_host import in_process
-from dflash_jax.server.observe import Observer, RequestLog
+from dflash_jax.server.observe import RequestLog
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tracing import Tracer
 from tests.server.conftest import NAME, Running
@@ -27,7 +27,8 @@ PROMPT = "def private(value):"
 def observed(server, begin=(), end=()):
     """The same model behind another address, with observers."""
     serving = Serving(server.serving.llm, in_process(server.host), server.serving.names)
-    running = Running(serving, server.host, around=lambda app: Observer(app, begin, end))
+    serving.on_begin, serving.on_end = begin, end
+    running = Running(serving, server.host)
     try:
         yield running
     finally:

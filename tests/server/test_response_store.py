@@ -246,7 +246,7 @@ def test_another_file_is_refused_by_name_and_stays_as_it_is(path, write, message
 def test_a_server_refuses_the_file_before_it_loads_a_model(path, monkeypatch, capfd):
     path.write_text("hello")
     monkeypatch.setattr(supervisor.Supervisor, "_main", lambda self: pytest.fail("processes start"))
-    monkeypatch.setattr(supervisor, "set_logging", lambda args: None)
+    monkeypatch.setattr(serve, "set_logging", lambda args: None)
     assert serve.main(["--bundled", "--port", "0", "--response-store-path", str(path)]) == 2
     assert f"--response-store-path {path}: file is not a database" in capfd.readouterr().err
     missing = path.parent / "none" / "file"

@@ -186,6 +186,46 @@ def test_a_front_that_dies_or_hangs_is_replaced_and_other_fronts_streams_go_on(h
     assert server.process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("how", ["spins", "waits"])
+def test_a_front_that_hangs_before_it_accepts_connections_ends_the_start(how, start):
+    server = start("--api-server-count", "2", stand_in=f"front-{how}")
+    waited = float(server.until(r"front \d has not answered for (\d+) s: ending it"))
+    # While it starts, it imports and builds: that takes more processor time than a turn later.
+    assert waited >= 3
+    assert server.end() == 1
+    assert len(re.findall("error: front . has ended by SIGKILL while the server started", server.said)) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGUSR1, signal.SIGUSR2], ids=["spins", "waits"])
+def test_an_engine_whose_event_loop_hangs_ends_as_one_that_died(how, start):
+    server = start().ready()
+    os.kill(server.pids("engine")[0], how)
+    server.until(r"the engine has not answered for (\d+) s: ending it")
+    server.until("(the engine's process has ended by SIGKILL)")
+    server.until("(exiting: the engine has failed)")
+    assert server.end() == 1
+
+
+def test_an_engine_that_loads_may_be_silent_for_long(start):
+    server = start(stand_in="engine-loads").ready()
+    assert "has not answered" not in server.said
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+
+
+def test_an_engine_that_does_not_end_when_it_is_asked_to_is_ended(start):
+    server = start(stand_in="engine-stays", ENGINE_S="0.5").ready()
+    server.signal(signal.SIGTERM)
+    server.until("(engine stops)")
+    server.until("(the engine has not ended within 0.5 s: ending it)")
+    assert server.end() == 0
+    server = start(stand_in="engine-stays", ENGINE_S="600").ready()
+    server.signal(signal.SIGTERM)
+    server.until("(engine stops)")
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+
+
 def test_fronts_that_die_again_and_again_end_the_server(start):
     server = start().ready()
     for _ in range(supervisor.RESTARTS + 1):

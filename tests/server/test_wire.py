@@ -37,15 +37,13 @@ Record = Text | Arrays
 class Ends:
     """Both ends of a connection, the records of each, and whether it has ended."""
 
-    def __init__(self, most_bytes: int = wire.MOST_BYTES, on_record=None):
+    def __init__(self, on_record=None):
         self.records = ([], [])
         self.ended = asyncio.Event(), asyncio.Event()
         self.arrived = asyncio.Event()
         self.sockets = socket.socketpair()
         self.channels = [
-            wire.Channel(
-                Record, on_record or (lambda record, i=i: self._take(i, record)), self.ended[i].set, most_bytes
-            )
+            wire.Channel(Record, on_record or (lambda record, i=i: self._take(i, record)), self.ended[i].set)
             for i in range(2)
         ]
 
@@ -207,9 +205,11 @@ HEADER = struct.Struct("!QQ")
         ),
     ],
 )
-def test_what_is_no_record_ends_the_connection_with_a_line(data, message, caplog):
+def test_what_is_no_record_ends_the_connection_with_a_line(data, message, caplog, monkeypatch):
+    monkeypatch.setattr(wire, "MOST_BYTES", 2**20)
+
     async def main():
-        async with Ends(2**20) as ends:
+        async with Ends() as ends:
             ends.sockets[0].setblocking(True)
             ends.channels[0]._transport.write(data)
             await asyncio.gather(*(ended.wait() for ended in ends.ended))
@@ -258,8 +258,9 @@ def test_a_socket_of_the_folder_connects_and_only_its_owner_enters(monkeypatch, 
             channels.append(wire.Channel(Record, records.append, ended.set))
             return channels[-1]
 
-        server = await wire.listen(str(path), make)
-        channel = await wire.connect(str(path), wire.Channel(Record, lambda record: None))
+        channel, loop = wire.Channel(Record, lambda record: None), asyncio.get_running_loop()
+        server = await loop.create_unix_server(make, str(path))
+        await loop.create_unix_connection(lambda: channel, str(path))
         channel.send(Text(7, b"x"))
         channel.close()
         await ended.wait()
