@@ -32,6 +32,15 @@ def _open_stderr() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
+def line_of(error: InputError | EngineError | OSError) -> tuple[str, int]:
+    """An error as one line, and the exit code of a process that it ends."""
+    if isinstance(error, InputError):
+        return " ".join(str(error.args[0]).splitlines()), 2
+    if isinstance(error, EngineError):
+        return str(error), 1
+    return f"{error.filename or 'stdout'}: {error.strerror}", 2
+
+
 def exit_code(command: Callable[[], int]) -> int:
     """Runs a command line: bad input, and a failure of the device, is one line on stderr."""
     _open_stderr()
@@ -41,12 +50,6 @@ def exit_code(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()
         return code
-    except InputError as e:
-        print(f"error: {' '.join(str(e.args[0]).splitlines())}", file=sys.stderr)
-        return 2
-    except EngineError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
@@ -54,10 +57,12 @@ def exit_code(command: Callable[[], int]) -> int:
         # The reader has closed the pipe.
         silence_stdout()
         return 141
-    except OSError as e:
-        print(f"error: {e.filename or 'stdout'}: {e.strerror}", file=sys.stderr)
-        silence_stdout()
-        return 2
+    except (InputError, EngineError, OSError) as e:
+        line, code = line_of(e)
+        print(f"error: {line}", file=sys.stderr)
+        if isinstance(e, OSError):
+            silence_stdout()
+        return code
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -169,7 +169,10 @@ class Abort(Record):
 
 
 class Ask(Record):
-    """Calls one of the engine's `QUESTIONS`; `Answered` or `Failed` answers."""
+    """Asks for "figures" or "metrics", to "flush" or "reset" prefixes, or whether the engine does "generate".
+
+    `Answered` or `Failed` answers.
+    """
 
     number: int
     question: str
@@ -199,7 +202,6 @@ class Hello(Record):
 
     Attributes:
         capacity: Positions of a request.
-        slots: Sequences that run at a time.
         largest_block: The largest block size; 1 without a drafter.
         has_masks: Whether there are programs for structured output.
         model: What a front must know of the model, by name.
@@ -207,7 +209,6 @@ class Hello(Record):
     """
 
     capacity: int
-    slots: int
     largest_block: int
     has_masks: bool
     model: dict[str, Any]

@@ -64,8 +64,7 @@ class ReplicaServer:
         await self.host.close_channels()
 
     def _tell_ready(self) -> None:
-        warm = self.host.warm_up
-        log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, self.host.name)
+        log.info("ready: %s", self.host.summary)
 
     def _fail(self) -> None:
         self._has_failed = True

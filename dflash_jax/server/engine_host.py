@@ -124,18 +124,15 @@ class EngineHost:
         self._probe: asyncio.Task | None = None
         engine.on_change = self.tell_state
 
+    @property
+    def summary(self) -> str:
+        """How much is compiled, and under which name it is served."""
+        return f"{self.warm_up.compiled} of {self.warm_up.total} programs compiled; as {self.name}"
+
     def hello(self) -> protocol.Hello:
         """The first record of a connection."""
-        engine = self.engine.engine
-        config = engine.config
-        return protocol.Hello(
-            engine.runner.capacity,
-            engine.runner.slots,
-            config.largest_block,
-            config.masks,
-            asdict(self.llm.facts),
-            self._info,
-        )
+        config, capacity = self.engine.engine.config, self.engine.engine.runner.capacity
+        return protocol.Hello(capacity, config.largest_block, config.masks, asdict(self.llm.facts), self._info)
 
     def connect(self, send: Callable[[protocol.FromEngine], None]) -> "FrontConnection":
         """A new front; ``send`` sends a record to it, in the event loop that calls the connection."""
@@ -283,16 +280,21 @@ class EngineHost:
         Raises:
             EngineError: The engine does not answer.
         """
-        questions: dict[str, Callable[[], Coroutine]] = {
-            "figures": self._figures,
-            "metrics": self._metrics,
-            "flush": lambda: self._on_engine(self.engine.engine.flush),
-            "reset": lambda: self._on_engine(self.engine.engine.prefix_cache.clear),
-            "generate": self._generates,
-        }
-        return await questions[question]()
+        engine = self.engine.engine
+        match question:
+            case "figures":
+                return self._figures()
+            case "metrics":
+                return self.metrics.text()
+            case "flush":
+                return await self._on_engine(engine.flush)
+            case "reset":
+                return await self._on_engine(engine.prefix_cache.clear)
+            case "generate":
+                return await self._generates()
+        raise KeyError(question)
 
-    async def _figures(self) -> dict[str, Any]:
+    def _figures(self) -> dict[str, Any]:
         """The counters behind /server_info and the measures of load."""
         engine = self.engine.engine
         s = engine.statistics
@@ -313,9 +315,6 @@ class EngineHost:
             "round_seconds": {f"{rows}x{spec}": v for (rows, spec), v in dict(engine.policy.seconds).items()},
             "warm_up": {name: getattr(self.warm_up, name) for name in ("compiled", "failed", "total")},
         }
-
-    async def _metrics(self) -> bytes:
-        return self.metrics.text()
 
     async def _on_engine(self, function: Callable[[], Any]) -> Any:
         """Calls ``function()`` on the engine's thread."""

@@ -57,7 +57,7 @@ class EngineProcess(supervised.Child):
         return self._code
 
     def _tell_ready(self, host) -> None:
-        self.send(supervised.Ready(host.warm_up.compiled, host.warm_up.total, host.name))
+        self.send(supervised.Ready(host.summary))
 
     def _fail(self) -> None:
         """Ends the process after a warm-up that failed, as the log says."""

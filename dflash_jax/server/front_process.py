@@ -136,7 +136,7 @@ class FrontProcess(supervised.Child):
         # Signals are the supervisor's.
         self._server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
         leave_out_of_collections()
-        self.send(supervised.Accepting())
+        self.send(supervised.Ready())
         await self._server.serve(sockets=[listening])
         store.close()
         serving.stop_workers()

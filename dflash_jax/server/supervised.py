@@ -18,7 +18,7 @@ import msgspec
 from dflash_jax import progress
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.options.serve import parse
-from dflash_jax.process import leave
+from dflash_jax.process import leave, line_of
 from dflash_jax.server import wire
 from dflash_jax.server.launch import set_logging
 
@@ -84,25 +84,17 @@ class Loaded(Record):
 
 
 class Ready(Record):
-    """From an engine: requests are answered.
+    """The process does its work: an engine answers requests, a front accepts connections.
 
     Attributes:
-        compiled: Programs that are compiled.
-        total: Programs.
-        name: The model's first name.
+        summary: What the log has of an engine.
     """
 
-    compiled: int
-    total: int
-    name: str
+    summary: str = ""
 
 
 class Broken(Record):
     """From an engine: the device has failed, and the server is to end."""
-
-
-class Accepting(Record):
-    """From a front: it accepts connections."""
 
 
 class Pong(Record):
@@ -127,7 +119,7 @@ class Failed(Record):
     code: int
 
 
-FromChild = Leads | Loaded | Ready | Broken | Accepting | Pong | InFlight | Failed
+FromChild = Leads | Loaded | Ready | Broken | Pong | InFlight | Failed
 
 
 class Child(ABC):
@@ -189,12 +181,8 @@ class Child(ABC):
             logging.disable(logging.NOTSET)
             set_logging(self.args)
             return await self.work()
-        except InputError as e:
-            failed = Failed(" ".join(str(e.args[0]).splitlines()), 2)
-        except EngineError as e:
-            failed = Failed(str(e), 1)
-        except OSError as e:
-            failed = Failed(f"{e.filename or 'stdout'}: {e.strerror}", 2)
+        except (InputError, EngineError, OSError) as e:
+            failed = Failed(*line_of(e))
         except Exception:
             log.exception("a process of the server has failed")
             failed = Failed("", 1)

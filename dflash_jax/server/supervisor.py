@@ -157,7 +157,7 @@ class Supervisor:
         self._is_follower, self._has_warned = False, False
         self._code = 0
         # What the engine said when it was ready, until that is logged.
-        self._ready: supervised.Ready | None = None
+        self._summary = ""
         # When processes of a kind were started again, on the monotonic clock.
         self._restarts: dict[str, deque[float]] = {kind: deque(maxlen=RESTARTS + 1) for kind in ("engine", "front")}
         self._tasks: set[asyncio.Task] = set()
@@ -245,7 +245,7 @@ class Supervisor:
     # Processes start and end.
     def _start_engine(self) -> None:
         first = supervised.Start(self._words, str(self._folder))
-        self._engine = _Process("the engine", self._modules[0], first, (), self._of_engine)
+        self._engine = _Process("the engine", self._modules[0], first, (), self._take)
         self._begin(self._until_engine_ends(self._engine))
 
     def _start_fronts(self) -> None:
@@ -256,7 +256,7 @@ class Supervisor:
         assert self._listening is not None
         store, descriptor = self.args.response_store_path or self._folder / "responses.sqlite", self._listening.fileno()
         first = supervised.Start(self._words, str(self._folder), descriptor, str(store), self._front_count)
-        front = _Process(f"front {number}", self._modules[1], first, [descriptor], self._of_front)
+        front = _Process(f"front {number}", self._modules[1], first, [descriptor], self._take)
         self._fronts[number] = front
         self._begin(self._until_front_ends(number, front))
 
@@ -314,7 +314,7 @@ class Supervisor:
             self._begin(self._drain(None))
 
     # Records of processes.
-    def _of_engine(self, engine: _Process, record: Any) -> None:
+    def _take(self, process: _Process, record: Any) -> None:
         if self._end.done():
             return
         match record:
@@ -326,13 +326,15 @@ class Supervisor:
                     log.info("this process follows the first one")
             case supervised.Loaded():
                 log.info("listening on %s, warming up", self._url)
-            case supervised.Ready():
-                engine.is_up, self._ready = True, record
+            case supervised.Ready(summary):
+                process.is_up, self._summary = True, summary or self._summary
                 self._look_whether_ready()
             case supervised.Broken():
                 self._break()
             case supervised.Pong():
-                engine.asked = None
+                process.asked = None
+            case supervised.InFlight(count):
+                process.take_count(count)
             case supervised.Failed():
                 self._take_failure(record)
 
@@ -343,18 +345,6 @@ class Supervisor:
             self._fail(e)
         else:
             self._start_fronts()
-
-    def _of_front(self, front: _Process, record: Any) -> None:
-        match record:
-            case supervised.Accepting():
-                front.is_up = True
-                self._look_whether_ready()
-            case supervised.Pong():
-                front.asked = None
-            case supervised.InFlight(count):
-                front.take_count(count)
-            case supervised.Failed():
-                self._take_failure(record)
 
     def _take_failure(self, failed: supervised.Failed) -> None:
         if self._phase != "starting" and not self._is_follower:
@@ -369,10 +359,9 @@ class Supervisor:
     def _look_whether_ready(self) -> None:
         if not all(process.is_up for process in self._processes()):
             return
-        ready = self._ready
-        if ready is not None:
-            self._ready = None
-            log.info("ready: %d of %d programs compiled; as %s", ready.compiled, ready.total, ready.name)
+        if self._summary:
+            log.info("ready: %s", self._summary)
+            self._summary = ""
         if self._phase == "starting":
             self._phase = "serving"
 

@@ -113,7 +113,6 @@ class Channel(asyncio.BufferedProtocol):
         on_end: Called once, when the connection has ended.
 
     Attributes:
-        unsent_bytes: Bytes that wait for the connection.
         has_ended: Whether the connection has ended.
     """
 
@@ -121,9 +120,8 @@ class Channel(asyncio.BufferedProtocol):
         self.on_record, self.on_end = on_record, on_end
         self._encoder, self._decoder = _Encoder(), _Decoder(kind)
         self._transport: asyncio.Transport | None = None
-        # What the transport does not have yet, and its bytes.
+        # What the transport does not have yet.
         self._unsent: deque[bytes | memoryview] = deque()
-        self.unsent_bytes = 0
         self._is_full, self._is_closing, self.has_ended = False, False, False
         # The receive buffer, and the part of it that has bytes.
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -147,9 +145,7 @@ class Channel(asyncio.BufferedProtocol):
             return
         for piece in pieces:
             for at in range(0, len(piece), PIECE_BYTES):
-                part = piece if len(piece) <= PIECE_BYTES else memoryview(piece)[at : at + PIECE_BYTES]
-                self._unsent.append(part)
-                self.unsent_bytes += len(part)
+                self._unsent.append(piece if len(piece) <= PIECE_BYTES else memoryview(piece)[at : at + PIECE_BYTES])
         self._flush()
 
     def close(self) -> None:
@@ -174,7 +170,6 @@ class Channel(asyncio.BufferedProtocol):
         """The connection has ended."""
         self.has_ended = True
         self._unsent.clear()
-        self.unsent_bytes = 0
         self.on_end()
 
     def pause_writing(self) -> None:
@@ -207,9 +202,7 @@ class Channel(asyncio.BufferedProtocol):
         if transport is None or self.has_ended:
             return
         while self._unsent and not self._is_full:
-            piece = self._unsent.popleft()
-            self.unsent_bytes -= len(piece)
-            transport.write(piece)
+            transport.write(self._unsent.popleft())
         if self._is_closing and not self._unsent:
             transport.close()
 

@@ -18,7 +18,7 @@ from dflash_jax.server.errors import ApiError
 from tests.cluster.fleets import request
 
 FULL = protocol.failure_of(QueueFullError("9 requests are waiting"))
-HELLO = protocol.Hello(100, 4, 1, False, {"directory": "m"}, {"model_path": "m"})
+HELLO = protocol.Hello(100, 1, False, {"directory": "m"}, {"model_path": "m"})
 
 
 class Script:
@@ -455,7 +455,7 @@ def test_an_engine_of_another_model_gets_no_requests():
         async with engines("a") as (fleet, script):
             other = Engine("b", script._take, lambda: None)
             fleet.replicas.join(other)
-            fleet.receive(other, protocol.Hello(100, 4, 1, False, {"directory": "m"}, {"model_path": "other"}))
+            fleet.receive(other, protocol.Hello(100, 1, False, {"directory": "m"}, {"model_path": "other"}))
             fleet.receive(other, protocol.State(True, None))
             assert fleet.replicas.open == [script.engine]
             fleet.replicas.remove(other)

@@ -76,7 +76,7 @@ class StandIn(supervised.Child):
         self.send(supervised.Loaded())
         if "never-ready" in os.environ.get("STAND_IN", ""):
             await asyncio.Event().wait()
-        self.send(supervised.Ready(1, 2, "model"))
+        self.send(supervised.Ready("1 of 2 programs compiled; as model"))
         if "breaks" in os.environ.get("STAND_IN", ""):
             await asyncio.sleep(0.5)
             self.send(supervised.Broken())
@@ -99,7 +99,7 @@ class StandIn(supervised.Child):
         listening = socket.socket(fileno=os.dup(self.start.listening))
         listening.setblocking(False)
         await asyncio.start_server(self.answer, sock=listening)
-        self.send(supervised.Accepting())
+        self.send(supervised.Ready())
         await self.drained.wait()
         while self.count and not self.stopped.is_set():
             await asyncio.sleep(0.01)
