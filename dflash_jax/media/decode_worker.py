@@ -11,6 +11,7 @@ JSON go in and out.
 import json
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,20 +21,15 @@ from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.media.processor import ImageSettings, read_image
 from dflash_jax.media.video import VideoSettings, read_video
-from dflash_jax.workers.loop import NICENESS, Frames, fork_for_each, limit_memory, limit_seconds, prepared_nursery
+from dflash_jax.workers.loop import NICENESS, Frames, limit_memory, limit_seconds, run_nursery
 
 
-def main() -> None:
-    """The nursery."""
-    control = prepared_nursery()
+def _prepare(_: dict) -> Callable[[Frames], None]:
     os.nice(NICENESS)
-    frames = Frames(control)
-    frames.read()
     # Forks share the libraries. Without PyAV, videos are refused.
     with suppress(ImportError):
         import av  # noqa: F401
-    frames.send(str(os.getpid()).encode())
-    fork_for_each(control, _decode)
+    return _decode
 
 
 def _decode(frames: Frames) -> None:
@@ -69,4 +65,4 @@ def _decode(frames: Frames) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_nursery(_prepare)

@@ -19,18 +19,13 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.server.grammar_walk import GrammarTokens, GrammarWalk
-from dflash_jax.workers.loop import (
-    NICENESS,
-    Frames,
-    fork_for_each,
-    limit_memory,
-    limit_seconds,
-    prepared_nursery,
-)
+from dflash_jax.workers.loop import NICENESS, Frames, fork_for_each, limit_memory, limit_seconds, run_nursery
 
 # Rules may nest thousands of levels deep, and llguidance walks them recursively.
 STACK_BYTES = 2**29
@@ -40,17 +35,12 @@ ANSWER = "<Ii"
 ANSWERED_S = 0.001
 
 
-def main() -> None:
-    """The nursery."""
-    control = prepared_nursery(STACK_BYTES)
+def _prepare(fields: dict) -> Callable[[Frames], None]:
     os.nice(NICENESS)
-    frames = Frames(control)
-    fields = frames.read()
     arguments: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
     tokens = GrammarTokens(**arguments)
     tokens.load()
-    frames.send(str(os.getpid()).encode())
-    fork_for_each(control, lambda frames: _compile(tokens, frames))
+    return partial(_compile, tokens)
 
 
 def _compile(tokens: GrammarTokens, frames: Frames) -> None:
@@ -68,7 +58,7 @@ def _compile(tokens: GrammarTokens, frames: Frames) -> None:
         return
     frames.send(json.dumps({"notes": notes}).encode())
     limit_seconds(None)
-    fork_for_each(frames.socket, lambda frames: _walk(tokens, matcher, frames))
+    fork_for_each(frames.socket, partial(_walk, tokens, matcher))
 
 
 def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
@@ -100,4 +90,4 @@ def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_nursery(_prepare, STACK_BYTES)

@@ -8,31 +8,21 @@ Frames of JSON go in; a byte and the text, or the reason of a failure, come out.
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 from dflash_jax.frontend.tokenizer import REFUSALS, reason
-from dflash_jax.workers.loop import (
-    NICENESS,
-    Frames,
-    fork_for_each,
-    limit_memory,
-    limit_seconds,
-    prepared_nursery,
-)
+from dflash_jax.workers.loop import NICENESS, Frames, limit_memory, limit_seconds, run_nursery
 
 # The first byte of an answer.
 TEXT, REFUSAL = b"\0", b"\1"
 
 
-def main() -> None:
-    """The nursery."""
-    control = prepared_nursery()
-    frames = Frames(control)
-    frames.read()
+def _prepare(_: dict) -> Callable[[Frames], None]:
     # The import takes half a second.
     from transformers.utils import chat_template_utils
 
-    frames.send(str(os.getpid()).encode())
-    fork_for_each(control, lambda frames: _render(chat_template_utils.render_jinja_template, frames))
+    return partial(_render, chat_template_utils.render_jinja_template)
 
 
 def _render(render, frames: Frames) -> None:
@@ -57,4 +47,4 @@ def _render(render, frames: Frames) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_nursery(_prepare)

@@ -4,28 +4,23 @@ The nursery loads the tokenizer and forks a process for each core. Frames of JSO
 bytes of a `Part` come out.
 """
 
-import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.training.tokenising import tokenise_part
-from dflash_jax.workers.loop import Frames, fork_for_each, prepared_nursery
+from dflash_jax.workers.loop import Frames, run_nursery
 
 
-def main() -> None:
-    """The nursery."""
-    control = prepared_nursery()
-    frames = Frames(control)
-    given = frames.read()
+def _prepare(given: dict) -> Callable[[Frames], None]:
     tokenizer = None
     if (arguments := given["tokenizer"]) is not None:
         tokenizer = Tokenizer(**arguments | {"directory": Path(arguments["directory"])})
         # What templates need takes seconds to load. Texts need none, and tell of it for each line.
         with suppress(InputError):
             _ = tokenizer.chat_template
-    frames.send(str(os.getpid()).encode())
 
     def work(frames: Frames) -> None:
         while True:
@@ -33,8 +28,8 @@ def main() -> None:
             part = tokenise_part(Path(asked["path"]), asked["start"], asked["size"], tokenizer, given["vocab_size"])
             frames.send(part.to_bytes())
 
-    fork_for_each(control, work)
+    return work
 
 
 if __name__ == "__main__":
-    main()
+    run_nursery(_prepare)

@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 # Niceness of workers, so that the server itself has precedence.
@@ -63,14 +64,12 @@ class Frames:
         return b"".join(parts)
 
 
-def prepared_nursery(stack_bytes: int | None = None) -> socket.socket:
-    """Prepares this process, ``python -m MODULE FD``, as a nursery that may crash without harm.
+def run_nursery(prepare: Callable[[dict], Callable[[Frames], None]], stack_bytes: int | None = None) -> None:
+    """Runs this process, ``python -m MODULE FD``, as a nursery that may crash without harm.
 
     Args:
+        prepare: Called with the first message: what each fork does with its frames.
         stack_bytes: Stack of the process and its forks; None: the system's default.
-
-    Returns:
-        The socket to the server.
     """
     if stack_bytes is not None:
         hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
@@ -86,10 +85,13 @@ def prepared_nursery(stack_bytes: int | None = None) -> socket.socket:
     # Ctrl-C on a terminal is for the server, which drains. The system reaps ended children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return socket.socket(fileno=int(sys.argv[1]))
+    frames = Frames(socket.socket(fileno=int(sys.argv[1])))
+    work = prepare(frames.read())
+    frames.send(str(os.getpid()).encode())
+    fork_for_each(frames.socket, work)
 
 
-def fork_for_each(control: socket.socket, work) -> None:
+def fork_for_each(control: socket.socket, work: Callable[[Frames], None]) -> None:
     """Forks a process for each descriptor that arrives, until the other end is closed.
 
     Args:
