@@ -86,9 +86,9 @@ class ClusterFront(FrontProcess):
         """Connects to the engines that are announced, and leaves the others."""
         if self._client is None or self._engines is None:
             return
-        from dflash_jax.cluster.link import Link, tls_contexts
+        from dflash_jax.cluster.link import Link, tls_of
 
-        tls, announced = tls_contexts(self.args), set(self._engines.engines)
+        tls, announced = tls_of(self.args), set(self._engines.engines)
         for key, link in list(self._links.items()):
             # One that has come to its end goes, also where its engine is announced again: a new one begins below.
             if not link.is_over():
@@ -99,7 +99,7 @@ class ClusterFront(FrontProcess):
         for key in announced:
             if key not in self._links:
                 name, host, port = key
-                self._links[key] = Link(self._client, name, (host, port), self._engines.secret, tls and tls[1])
+                self._links[key] = Link(self._client, name, (host, port), self._engines.secret, tls)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from dflash_jax.cluster.front_process import Engines, words_of
-from dflash_jax.cluster.link import tls_contexts
+from dflash_jax.cluster.link import tls_of
 from dflash_jax.parallel.group import end_process
 from dflash_jax.server.launch import check_extra, set_logging
 from dflash_jax.server.supervisor import Supervisor
@@ -109,7 +109,7 @@ class IngressServer:
     def __init__(self, args: Namespace, secret: bytes, front: str = FRONT):
         set_logging(args)
         check_extra()
-        tls_contexts(args)
+        tls_of(args)
         self._fronts, self._error = Fronts(args, secret, front), None
         self._thread = threading.Thread(target=self._run, name="fronts", daemon=True)
 

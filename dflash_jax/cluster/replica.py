@@ -6,7 +6,7 @@ import threading
 import time
 from argparse import Namespace
 
-from dflash_jax.cluster.link import Listener, tls_contexts
+from dflash_jax.cluster.link import Listener, tls_of
 from dflash_jax.errors import EngineError
 from dflash_jax.server import transport
 from dflash_jax.server.engine_process import FrontChannels
@@ -34,7 +34,7 @@ class ReplicaServer:
 
     def __init__(self, args: Namespace, system, secret: bytes, host: str):
         set_logging(args)
-        tls, listening = tls_contexts(args), transport.listen(host, 0)
+        tls, listening = tls_of(args), transport.listen(host, 0)
         self.address: tuple[str, int] = listening.getsockname()[:2]
         llm = load(args, system)
         # Until `stop`: followers on other hosts make its calls.
@@ -42,7 +42,7 @@ class ReplicaServer:
         self._leading.__enter__()
         self.host, self._name = host_of(args, llm), model_names(args)[0]
         self._channels, self._drain_s = FrontChannels(self.host), args.drain_s
-        self._listener = Listener(listening, secret, self._channels.new, tls and tls[0])
+        self._listener = Listener(listening, secret, self._channels.new, tls)
         self._warm_up = WarmUpThread(
             self.host, self.host.start_workers, args.warm_up == "full", self._tell_ready, self._fail
         )
