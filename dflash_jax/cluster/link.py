@@ -13,6 +13,7 @@ import socket
 import ssl
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,8 +200,8 @@ async def connect(address: tuple[str, int], secret: bytes, channel: wire.Channel
         raise
 
 
-class Link:
-    """Keeps an engine of a fleet connected.
+class Link(Engine):
+    """An engine of a fleet that is kept connected while it is not left.
 
     Args:
         fleet: The fleet.
@@ -208,22 +209,16 @@ class Link:
         address: Where it listens.
         secret: What both ends prove.
         tls: TLS of the cluster; None for none.
-
-    Attributes:
-        address: As above.
-        engine: The engine.
     """
 
     def __init__(self, fleet: Fleet, name: str, address: tuple[str, int], secret: bytes, tls: Tls | None):
-        self._fleet, self.address, self._secret, self._tls = fleet, address, secret, tls
-        self.engine = Engine(name, self._send, self._break_off)
+        super().__init__(name, self._send, self._break_off)
+        self._fleet, self._address, self._secret, self._tls = fleet, address, secret, tls
         self._channel: wire.Channel | None = None
-        fleet.replicas.join(self.engine)
-        self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _send(self, record: protocol.FromFront) -> None:
         if self._channel is None:
-            self.engine.client.lost("there is no connection")
+            self.client.lost("there is no connection")
         else:
             self._channel.send(record)
 
@@ -231,37 +226,36 @@ class Link:
         if self._channel is not None:
             self._channel.abort()
 
-    async def _run(self) -> None:
-        fleet, engine, said = self._fleet, self.engine, ""
-        while not engine.is_leaving:
-            ended = asyncio.Event()
-            channel = wire.Channel(protocol.FromEngine, lambda record: fleet.receive(engine, record), ended.set)
+    async def run(self) -> None:
+        """Keeps it connected. Returns when the engine is left and its connection has ended."""
+        said = ""
+        self._fleet.replicas.join(self)
+        try:
+            while not self.is_leaving:
+                try:
+                    await self._be_connected()
+                except (OSError, TimeoutError, EngineError) as e:
+                    if (reason := str(e) or type(e).__name__) != said:
+                        log.warning("engine %s cannot be reached at %s:%d: %s", self.name, *self._address, reason)
+                    said = reason
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            self._fleet.replicas.remove(self)
+
+    async def _be_connected(self) -> None:
+        """Connects, and returns when the connection has ended."""
+        ended = asyncio.Event()
+        # It may be asked as soon as its first records are here.
+        self._channel = wire.Channel(protocol.FromEngine, partial(self._fleet.receive, self), ended.set)
+        try:
+            await connect(self._address, self._secret, self._channel, self._tls)
+            log.info("engine %s is connected at %s:%d", self.name, *self._address)
+            watching = asyncio.get_running_loop().create_task(self._fleet.watch(self))
             try:
-                # It may be asked as soon as its first records are here.
-                self._channel = channel
-                await connect(self.address, self._secret, channel, self._tls)
-                log.info("engine %s is connected at %s:%d", engine.name, *self.address)
                 await ended.wait()
-            except (OSError, TimeoutError, EngineError) as e:
-                if (reason := str(e) or type(e).__name__) != said:
-                    log.warning("engine %s cannot be reached at %s:%d: %s", engine.name, *self.address, reason)
-                said = reason
+            finally:
+                watching.cancel()
+        finally:
+            self._break_off()
             self._channel = None
-            if ended.is_set():
-                fleet.lose(engine, "its connection has ended")
-            await asyncio.sleep(AGAIN_S)
-
-    def set_leaving(self, is_leaving: bool) -> None:
-        """As of `Fleet`."""
-        self._fleet.set_leaving(self.engine, is_leaving)
-
-    def is_over(self) -> bool:
-        """Whether the engine was left, and its connection has ended: it connects no more."""
-        return self._task.done() or (self.engine.is_leaving and self._channel is None)
-
-    async def stop(self) -> None:
-        """Ends the connection."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._break_off()
-        self._fleet.replicas.remove(self.engine)
+        self._fleet.lose(self, "its connection has ended")

@@ -12,6 +12,7 @@ import trustme
 from dflash_jax import protocol
 from dflash_jax.cluster import link
 from dflash_jax.cluster.fleet import Fleet
+from dflash_jax.cluster.front_process import ClusterFront, Engines
 from dflash_jax.cluster.link import MAGIC, OPENING, Link, Listener, StrangerError, connect, tls_of
 from dflash_jax.cluster.options import parse
 from dflash_jax.parallel.handshake import NONCE, PROOF, proof_of
@@ -21,7 +22,7 @@ SECRET = b"s" * 32
 
 
 class Engine:
-    """A listener whose channels answer each question with its name.
+    """A listener whose channels answer each question with its name, and the one for figures with some.
 
     Attributes:
         channels: Of fronts, in the order in which they came.
@@ -36,7 +37,8 @@ class Engine:
 
     def _new(self):
         def answer(record):
-            channel.send(protocol.Answered(record.number, record.question))
+            figures = {"running": 0, "waiting": 0}
+            channel.send(protocol.Answered(record.number, figures if record.question == "figures" else record.question))
 
         channel = wire.Channel(protocol.FromFront, answer)
         channel.send(protocol.State(True, None))
@@ -287,17 +289,19 @@ def test_who_relays_the_proofs_of_both_ends_is_refused_unless_it_has_the_engines
     check(main)
 
 
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
 def test_a_link_connects_again_until_it_is_left(monkeypatch):
     monkeypatch.setattr(link, "AGAIN_S", 0.01)
-
-    async def until(holds):
-        while not holds():
-            await asyncio.sleep(0.01)
 
     async def main():
         fleet = Fleet()
         engine = Engine()
         kept = Link(fleet, "a", engine.address, SECRET, None)
+        running = asyncio.ensure_future(kept.run())
         serving = asyncio.ensure_future(engine.listener.serve())
         await until(lambda: fleet.replicas.open)
         engine.channels[0].abort()
@@ -311,14 +315,42 @@ def test_a_link_connects_again_until_it_is_left(monkeypatch):
         engine.listener = Listener(engine.listening, SECRET, engine._new)
         serving = asyncio.ensure_future(engine.listener.serve())
         await until(lambda: fleet.replicas.open)
-        kept.set_leaving(True)
+        fleet.set_leaving(kept, True)
         assert not fleet.replicas.open
-        assert not kept.is_over()
+        await asyncio.sleep(0.05)
+        assert not running.done()
         engine.channels[2].abort()
-        await until(kept.is_over)
-        await kept.stop()
+        await running
         assert fleet.replicas.all == []
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+
+    check(main)
+
+
+def test_an_engine_that_is_announced_again_gets_requests_again(monkeypatch):
+    """Over its connection while there is one, else over a new one."""
+    monkeypatch.setattr(link, "AGAIN_S", 0.05)
+
+    async def main():
+        front = ClusterFront()
+        front.args = parse([])[0]
+        replicas = front.new_client().replicas
+        async with listening() as engine:
+            there, gone = Engines(SECRET, [("a", *engine.address)]), Engines(SECRET, [])
+            front.receive(there)
+            await until(lambda: replicas.open)
+            front.receive(gone)
+            assert not replicas.open
+            front.receive(there)
+            assert replicas.open
+            assert len(engine.channels) == 1
+            for i, ends in enumerate([lambda: not replicas.all[0].client.state.is_ready, lambda: not replicas.all]):
+                front.receive(gone)
+                engine.channels[i].abort()
+                await until(ends)
+                front.receive(there)
+                await until(lambda: replicas.open)
+                assert len(engine.channels) == i + 2
 
     check(main)
