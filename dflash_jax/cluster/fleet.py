@@ -186,6 +186,9 @@ class _Request:
             return
         choice.losses += 1
         choice.failures += 1
+        if choice.failures == ATTEMPTS or choice.losses == MOST_LOSSES:
+            self._fail([choice], UnavailableError(GIVEN_UP))
+            return
         self._tried = [*self._tried, engine] if choice.failures > 1 else [engine]
         self._lost.append(choice)
         if self._moving is None or self._moving.done():
@@ -195,9 +198,6 @@ class _Request:
         """Brings choices that are lost to other engines."""
         while self._lost:
             choices, self._lost = self._lost, []
-            if over := [each for each in choices if each.failures >= ATTEMPTS or each.losses >= MOST_LOSSES]:
-                self._fail(over, UnavailableError(GIVEN_UP))
-            choices = [choice for choice in choices if choice not in over]
             try:
                 await self._place(choices, True)
             except Exception as e:

@@ -29,6 +29,8 @@ log = logging.getLogger("dflash_jax.cluster")
 MAGIC = b"dflash\x01\x02"
 # Bytes of each end's beginning.
 OPENING = len(MAGIC) + NONCE
+# A reader with this limit takes one piece of a connection at a time: a channel's buffer has room for what it leaves.
+ONE_PIECE = 1
 # Seconds between two attempts to connect, and until an address that does not answer is tried again.
 AGAIN_S, CONNECT_S = 0.5, 10.0
 
@@ -75,11 +77,6 @@ def _check(data: bytes, secret: bytes, end: bytes, *parts: bytes) -> None:
     """Checks the proof of the other end. Raises StrangerError."""
     if not hmac.compare_digest(data, proof_of(secret, end, *parts)):
         raise StrangerError(f"no {end.decode()} of this cluster is there: it does not know the secret, or relays it")
-
-
-def _reader() -> asyncio.StreamReader:
-    """What reads one piece of a connection at a time, so that a channel's buffer has room for what it leaves."""
-    return asyncio.StreamReader(limit=1)
 
 
 async def _hand_over(reader: asyncio.StreamReader, connection: Any, make: Callable[[], wire.Channel]) -> None:
@@ -143,7 +140,7 @@ class Listener:
                 greeting.cancel()
 
     async def _greet(self, accepted: socket.socket) -> None:
-        loop, reader, connection = asyncio.get_running_loop(), _reader(), None
+        loop, reader, connection = asyncio.get_running_loop(), asyncio.StreamReader(ONE_PIECE), None
         try:
             accepted.setblocking(False)
             async with asyncio.timeout(GREETING_S):
@@ -176,7 +173,7 @@ async def connect(address: tuple[str, int], secret: bytes, channel: wire.Channel
         OSError: The engine cannot be reached, or has another certificate.
         EngineError: What listens there does not know the secret.
     """
-    loop, reader, connection = asyncio.get_running_loop(), _reader(), None
+    loop, reader, connection = asyncio.get_running_loop(), asyncio.StreamReader(ONE_PIECE), None
     try:
         async with asyncio.timeout(CONNECT_S):
             connection, _ = await loop.create_connection(

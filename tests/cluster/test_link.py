@@ -345,10 +345,11 @@ def test_an_engine_that_is_announced_again_gets_requests_again(monkeypatch):
             front.receive(there)
             assert replicas.open
             assert len(engine.channels) == 1
-            for i, ends in enumerate([lambda: not replicas.all[0].client.state.is_ready, lambda: not replicas.all]):
+            # Before its link has ended, and after that.
+            for i, is_over in enumerate((False, True)):
                 front.receive(gone)
                 engine.channels[i].abort()
-                await until(ends)
+                await until(lambda is_over=is_over: not any(is_over or a.client.state.is_ready for a in replicas.all))
                 front.receive(there)
                 await until(lambda: replicas.open)
                 assert len(engine.channels) == i + 2
