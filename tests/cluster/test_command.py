@@ -203,7 +203,8 @@ def tokens_of(url, kill=None):
         for line in answer.iter_lines():
             if kill is not None and not lines:
                 kill.kill()
-            if line:
+            # Comments keep a connection alive while there is no engine.
+            if line.startswith("data: "):
                 lines.append(line)
     assert lines.pop() == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
