@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,13 +59,11 @@ def _start_ray(args: Namespace) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    options = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+    options: dict[str, Any] = {"address": args.address}
+    if args.address is None:
+        options = {"address": "local", "include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        ray.init(
-            address="local" if args.address is None else args.address,
-            logging_level=logging.WARNING,
-            **(options if args.address is None else {}),
-        )
+        ray.init(logging_level=logging.WARNING, **options)
     except Exception as e:
         # Ray raises plain exceptions, too.
         reason = " ".join(str(e).split())[:300]
@@ -122,9 +121,8 @@ def _serve(app, args: Namespace, system, ingresses: list) -> None:
     except RuntimeError as e:
         raise EngineError(f"the replicas cannot start: {' '.join(str(e).split())[-500:]}") from None
     log.info("%d replicas are ready", args.replicas[0])
-    # Event.wait without an end would not return to a signal's handler on every platform.
     while True:
-        threading.Event().wait(3600)
+        time.sleep(1.0)
 
 
 def _children() -> set:

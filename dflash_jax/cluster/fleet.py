@@ -68,31 +68,22 @@ class Engine(Replica):
 
 @dataclass(eq=False)
 class _Choice:
-    """One sequence of a request.
-
-    Attributes:
-        sequence: The sequence.
-        place: Its place in the submission.
-        name: The id that clients know.
-        tokens: Its tokens in the inbox of the submission, those that are taken out included.
-        engine: The engine that it is submitted to; None where it waits for one, or is over.
-        losses: Engines that have lost it.
-        failures: Those since its last token.
-        is_over: Whether its last event is in the inbox.
-        is_aborted: Whether its owner has aborted it.
-        times: Its times so far.
-        cached: Prompt tokens that its first engine had.
-    """
+    """One sequence of a request, at a place of the submission, with the id that clients know."""
 
     sequence: RemoteSequence
     place: int
     name: str
+    # Those in the inbox of the submission, and those that are taken out of it.
     tokens: list[int] = field(default_factory=list)
+    # Where it is submitted; None where it waits for an engine, or is over.
     engine: Engine | None = None
+    # Engines that have lost it, and those of them since its last token.
     losses: int = 0
     failures: int = 0
+    # Whether its last event is in the inbox, and whether its owner has aborted it.
     is_over: bool = False
     is_aborted: bool = False
+    # Its times so far, and the prompt tokens that its first engine had.
     times: Times | None = None
     cached: int = 0
 
@@ -440,11 +431,9 @@ class Fleet:
 
     async def _of_all(self, question: str) -> dict[str, Any]:
         """The answers of all engines that live, by name."""
-        engines = self._connected()
         # For `metrics` and `figures` an engine that does not answer is no reason to have none.
         is_needed = question in ("flush", "reset")
-        if not is_needed:
-            engines = [engine for engine in engines if not engine.missed]
+        engines = [engine for engine in self._connected() if is_needed or not engine.missed]
 
         async def answer(engine: Engine) -> Any:
             async with asyncio.timeout(ALL_S if is_needed else ANSWER_S):
