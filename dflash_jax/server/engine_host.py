@@ -607,14 +607,16 @@ class FrontConnection:
         return protocol.Events(self._host.engine.engine.runner.clock, self._host.plain_round_s, events)
 
     def _send_of(self, parts: list, record_of: Callable[[list], protocol.FromEngine]) -> None:
-        """Sends the record of some parts. A part that cannot be sent ends its request with an error, and no other."""
+        """Sends the record of some parts. One that cannot be sent ends its request with an error, and no other."""
         try:
             self.send(record_of(parts))
         except Exception as e:
-            if len(parts) > 1:
-                for part in parts:
-                    self._send_of([part], record_of)
+            first, *others = dict.fromkeys(part.number for part in parts)
+            if others:
+                for number in (first, *others):
+                    self._send_of([part for part in parts if part.number == number], record_of)
                 return
             log.error("an event of a request cannot be sent", exc_info=e)
-            self._leave([parts[0].number])
-            self.send(self._events([protocol.Event(parts[0].number, failure=protocol.failure_of(e))]))
+            self._unsent = deque(part for part in self._unsent if part.number != first)
+            self._leave([first])
+            self.send(self._events([protocol.Event(first, failure=protocol.failure_of(e))]))

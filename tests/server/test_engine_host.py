@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax import protocol
 from dflash_jax.errors import InputError
-from tests.server.conftest import hosted
+from tests.server.conftest import hosted, wait_until
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
@@ -55,6 +55,9 @@ def test_an_event_that_cannot_be_sent_ends_its_request_and_no_other(server, llm)
         host, events, ended = hosted(llm, server.host.engine), [], asyncio.Event()
 
         def send(record) -> None:
+            if isinstance(record, protocol.Answered):
+                # Several events of each request come in the next turn.
+                assert wait_until(lambda: server.host.engine.engine.statistics.new_tokens >= before + 20)
             if isinstance(record, protocol.Events):
                 if any(event.number == 1 and event.failure is None for event in record.events):
                     raise TypeError("a float32 cannot be sent")
@@ -62,7 +65,7 @@ def test_an_event_that_cannot_be_sent_ends_its_request_and_no_other(server, llm)
                 if any(event.number == 2 and event.finish_reason for event in record.events):
                     ended.set()
 
-        front = host.connect(send)
+        front, before = host.connect(send), server.host.engine.engine.statistics.new_tokens
         choices = [protocol.Choice(number, "mine", 0, []) for number in (1, 2)]
         prompt = protocol.Prompt(np.array([5, 6], np.int32), {"max_tokens": 20, "ignore_eos": True}, "auto")
         prompt.choices = choices
