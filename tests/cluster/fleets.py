@@ -20,6 +20,7 @@ class Member:
     def __init__(self, world: "World", name: str, host: EngineHost):
         self.world, self.host, self.is_alive, self.is_silent = world, host, True, False
         self.has_submitted = False
+        self._submissions: set[int] = set()
         self.engine = Engine(name, self._send, self.kill)
         world.fleet.replicas.join(self.engine)
         self._front = host.connect(self._receive)
@@ -30,13 +31,15 @@ class Member:
             return
         if isinstance(record, protocol.Submit):
             self.has_submitted = True
+            self._submissions.add(record.number)
             self.world.choices += [choice for prompt in record.prompts for choice in prompt.choices]
             if self.world.is_cut(self):
                 return
         asyncio.get_running_loop().call_soon(self._front.receive, record)
 
     def _receive(self, record):
-        is_part = isinstance(record, protocol.Answered | protocol.Scores | protocol.Events)
+        is_part = isinstance(record, protocol.Scores | protocol.Events)
+        is_part |= isinstance(record, protocol.Answered) and record.number in self._submissions
         if self.is_alive and not self.is_silent and not (is_part and self.world.is_cut(self)):
             self.world.fleet.receive(self.engine, record)
 
