@@ -90,10 +90,11 @@ async def _hand_over(reader: asyncio.StreamReader, connection: Any, make: Callab
     channel = make()
     connection.set_protocol(channel)
     channel.connection_made(connection)
+    # The reader may have paused it, and the channel may do so.
+    connection.resume_reading()
     if rest:
         channel.get_buffer(len(rest))[: len(rest)] = rest
         channel.buffer_updated(len(rest))
-    connection.resume_reading()
 
 
 class Listener:
