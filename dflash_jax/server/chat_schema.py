@@ -188,6 +188,14 @@ class ChatRequest(OpenAiSampling, Templated):
     include_reasoning: bool = True
 
     @property
+    def must_call(self) -> bool:
+        """Whether the answer must be calls."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "none", "auto")
+
+    @property
     def shown_reasoning(self) -> ShownReasoning:
         """How reasoning is shown."""
         if not self.include_reasoning or (self.reasoning is not None and self.reasoning.exclude):

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,60 @@ class Delta:
     reasoning: str
     content: str
     calls: list[CallDelta]
+
+    def parts(self) -> Iterator[tuple[str, str, CallDelta | None]]:
+        """Yields (kind, text, call) of each part in order; the kind is "call", "reasoning" or "content".
+
+        Arguments of a call that has begun precede reasoning and content; new calls follow.
+        """
+        first_new = next((i for i, call in enumerate(self.calls) if call.name is not None), len(self.calls))
+        yield from (("call", call.arguments, call) for call in self.calls[:first_new])
+        yield from ((k, text, None) for k, text in (("reasoning", self.reasoning), ("content", self.content)) if text)
+        yield from (("call", call.arguments, call) for call in self.calls[first_new:])
+
+
+class GrowingItems(ABC):
+    """The items of an answer as they grow (thoughts, texts and calls), and the events that report them.
+
+    Attributes:
+        items: The items so far.
+    """
+
+    def __init__(self):
+        self.items: list[dict] = []
+        # The kind of the item that grows, as of `Delta.parts`, and the parts of its text or arguments.
+        self._kind: str | None = None
+        self._texts: list[str] = []
+
+    def take(self, delta: Delta) -> list[dict]:
+        """Adds a piece: its events."""
+        events = []
+        for kind, text, call in delta.parts():
+            if kind != self._kind or (call is not None and call.name is not None):
+                events += self.close()
+                self._kind, self._texts = kind, []
+                events += self._begun(kind, call)
+            if text:
+                self._texts.append(text)
+                events += self._grown(kind, text)
+        return events
+
+    def close(self, status: str = "completed") -> list[dict]:
+        """Ends the item that grows: its events."""
+        kind, self._kind = self._kind, None
+        return [] if kind is None else self._ended(kind, "".join(self._texts), status)
+
+    @abstractmethod
+    def _begun(self, kind: str, call: CallDelta | None) -> list[dict]:
+        """Adds an item. Events get copies of it, since it still grows."""
+
+    @abstractmethod
+    def _grown(self, kind: str, text: str) -> list[dict]:
+        """The events of the next text of the last item."""
+
+    @abstractmethod
+    def _ended(self, kind: str, text: str, status: str) -> list[dict]:
+        """Completes the last item with its whole text."""
 
 
 class Parser:
@@ -159,18 +214,14 @@ class Conversation:
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
-        return Parser(self.thought == "open", self._tool_parser(), shown, self.has_one_call)
+        tools = ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
+        return Parser(self.thought == "open", tools, shown, self.has_one_call)
 
     def ends(self) -> CallEnd | None:
         """The end condition of a choice beside its stop strings; None without one."""
         if not self.has_one_call or not self.tools:
             return None
         return CallEnd(self.thought == "open", self.xml, json.dumps(self.tools), self.is_forced)
-
-    def _tool_parser(self) -> ToolParser | None:
-        if not self.tools:
-            return None
-        return ToolParser(self.xml, self.tools, self.is_forced)
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:

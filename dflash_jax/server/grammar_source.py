@@ -1,6 +1,6 @@
-"""Constraints in llguidance's notation.
+"""The forms of texts in llguidance's notation.
 
-It runs in the grammar's own process (`grammar_worker`), since a constraint from outside may be arbitrarily deep, long
+It runs in the grammar's own process (`grammar_worker`), since a form from outside may be arbitrarily deep, long
 and ambiguous.
 """
 
@@ -25,8 +25,8 @@ def sources(kind: str, value: Any, literal: Callable[[str], list[str]]) -> Itera
     """Yields (grammar, what it does not enforce), in the order in which to try them.
 
     Args:
-        kind: Of a `Constraint`.
-        value: Of a `Constraint`.
+        kind: Of a `Form`.
+        value: Of a `Form`, parsed.
         literal: Writes a text in Lark, as `structural_tag` needs it.
     """
     if kind in ("schema", "calls", "structural_tag"):

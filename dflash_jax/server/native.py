@@ -4,14 +4,15 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 
 from dflash_jax.frontend.reasoning import ThoughtTokens
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
-from dflash_jax.server import native_schema, prepare
+from dflash_jax.server import neutral_fields, prepare
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.body import MediaRoute
@@ -19,11 +20,56 @@ from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, dumped
 from dflash_jax.server.media import url_part
 from dflash_jax.server.request_context import current
+from dflash_jax.server.schema import NamedTokens, Sampling, ThinkingBudget
+from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame_parts
+from dflash_jax.server.token_lists import TokenList
 
 router = APIRouter(route_class=MediaRoute)
 SCHEMES = ("data", "http", "https", "file")
+
+
+class NativeSampling(Sampling):
+    """SGLang's ``sampling_params``."""
+
+    neutral = neutral_fields.SAMPLING
+
+    # With 0, only the prompt is processed.
+    max_new_tokens: int | None = Field(None, ge=0)
+    stop: str | Items[str] | None = None
+    n: int | None = Field(None, ge=1)
+    min_new_tokens: int | None = Field(None, ge=0)
+    json_schema: str | Json | None = None
+    structural_tag: str | Json | None = None
+    sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    logit_bias: dict[str, float] | None = None
+
+
+class GenerateRequest(Body):
+    """SGLang's ``/generate``."""
+
+    neutral = neutral_fields.GENERATE
+
+    text: str | Items[str] | None = None
+    input_ids: TokenList | Items[TokenList] | None = None
+    # URLs or base64, one or a list; of several prompts, a list of these for each.
+    image_data: str | Json | Items[Any] | None = None
+    video_data: str | Json | Items[Any] | None = None
+    sampling_params: NativeSampling | Items[NativeSampling] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)
+    top_logprobs_num: int | None = Field(None, ge=0, le=20)
+    token_ids_logprob: NamedTokens | Items[NamedTokens] | None = None
+    return_text_in_logprobs: bool | None = None
+    # Whether the text begins with reasoning, after which a grammar begins.
+    require_reasoning: bool = False
+    max_thinking_tokens: ThinkingBudget = None
+    rid: RequestId | Items[RequestId] | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    cache_salt: Salt | Items[Salt] | None = None
+    block_size: int | Literal["auto"] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +106,7 @@ class Part:
     prompt_logprobs: list[dict] | None
 
 
-def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
+def prompts_of(body: GenerateRequest) -> tuple[list, bool]:
     """The prompts of a request, and whether it asks for a list of answers.
 
     Raises:
@@ -76,7 +122,7 @@ def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
     return ([prompts], False) if isinstance(prompts[0], int) else (prompts, True)
 
 
-def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, several: bool) -> list[list[MediaPart]]:
+def media_of(serving: Serving, body: GenerateRequest, count: int, several: bool) -> list[list[MediaPart]]:
     """The images and videos of each prompt.
 
     Raises:
@@ -100,9 +146,7 @@ def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, 
     return media
 
 
-async def prepare_generation(
-    serving: Serving, body: native_schema.GenerateRequest
-) -> tuple[list[tuple[RemoteSequence, bool]], bool]:
+async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[list[tuple[RemoteSequence, bool]], bool]:
     """Prepares the sequences of a request.
 
     Returns:
@@ -125,7 +169,7 @@ async def prepare_generation(
     named = _each(named, len(prompts), "token_ids_logprob")
     media = media_of(serving, body, len(prompts), several)
     for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
-        sampling = sampling or native_schema.NativeSampling.model_validate({})
+        sampling = sampling or NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
         ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
         placed = None
@@ -137,11 +181,11 @@ async def prepare_generation(
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         logprob_ids = named[i] if body.return_logprob else None
         params = prepare.sampling(sampling, room, sampling.sampling_seed, logprobs, logprob_ids)
-        form = await prepare.compiled(serving, prepare.constraint(sampling))
+        form = await prepare.compiled(serving, prepare.form_of(sampling))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
         options = {"block_size": body.block_size, "form": form, "prompt_logprobs": of_prompt}
-        options |= {"priority": body.priority, "cache_salt": salts[i], "media": placed}
+        options |= {"priority": body.priority, "cache_salt": salts[i] or "", "media": placed}
         options["budget"] = budget = prepare.budget([body.max_thinking_tokens])
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
         if body.require_reasoning:
@@ -160,7 +204,7 @@ def _each(value, count: int, name: str) -> list:
     return value
 
 
-def names_of(body: native_schema.GenerateRequest, count: int) -> list[str]:
+def names_of(body: GenerateRequest, count: int) -> list[str]:
     """The request's id for each of ``count`` texts."""
     if isinstance(body.rid, list):
         return [rid for rid in body.rid for _ in range(count // len(body.rid))]
@@ -185,7 +229,7 @@ def whole(requested: RequestedText) -> Part:
 
 def answer(
     serving: Serving,
-    body: native_schema.GenerateRequest,
+    body: GenerateRequest,
     requested: RequestedText,
     part: Part,
     began: float,
@@ -238,7 +282,7 @@ def answer(
     return {"text": part.text, "output_ids": part.token_ids, "meta_info": meta}
 
 
-def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.GenerateRequest) -> dict:
+def _logprobs(side: str, tokenizer, entries: list[dict], body: GenerateRequest) -> dict:
     def triple(token: int, value: float | None) -> list:
         text = token_text(tokenizer, token)[0] if body.return_text_in_logprobs else None
         return [None if value is None else finite(value), token, text]
@@ -259,7 +303,7 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.Gen
 
 
 @router.post("/generate", responses={200: {"model": Generated | list[Generated]}}, response_model=None)
-async def generate(http: Request, body: native_schema.GenerateRequest):
+async def generate(http: Request, body: GenerateRequest):
     """SGLang's generation from text or token ids."""
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
@@ -280,7 +324,7 @@ async def generate(http: Request, body: native_schema.GenerateRequest):
 
 
 async def full_response(
-    serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
+    serving: Serving, body: GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> JsonAnswer:
     """Waits for all sequences, then answers."""
     sequences = [text.sequence for text in texts]
@@ -296,7 +340,7 @@ async def full_response(
 
 
 async def stream_events(
-    serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
+    serving: Serving, body: GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> AsyncGenerator[Frame, None]:
     """Yields events, as SGLang's: each has the text and the tokens so far, the last one of a text all of its answer.
 

@@ -89,6 +89,14 @@ def pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(piece)
 
 
+async def event_frames(events: AsyncGenerator[dict, None], are_numbered: bool = False) -> AsyncGenerator[Frame, None]:
+    """Yields events as frames under their types, with their numbers in the stream where they ``are_numbered``."""
+    number = 0
+    async for event in events:
+        yield frame_parts(event | {"sequence_number": number} if are_numbered else event, event["type"])
+        number += 1
+
+
 class JsonAnswer(Response):
     """A JSON answer of any size, sent while it is made."""
 

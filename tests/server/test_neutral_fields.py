@@ -6,7 +6,7 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from dflash_jax.server import chat_schema, native_schema, neutral_fields, responses_schema, schema
+from dflash_jax.server import chat_schema, native, neutral_fields, responses_input, schema
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.serving import Serving
@@ -15,9 +15,9 @@ from tests.server.conftest import MESSAGES, Running, posted
 BODIES = {
     "/v1/chat/completions": (chat_schema.ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
     "/v1/completions": (schema.CompletionRequest, {"prompt": "def f(", "max_tokens": 4}),
-    "/v1/responses": (responses_schema.ResponsesRequest, {"input": "hi", "max_output_tokens": 4}),
-    "/generate": (native_schema.GenerateRequest, {"text": "def f(", "sampling_params": {"max_new_tokens": 4}}),
-    "sampling_params": (native_schema.NativeSampling, {"max_new_tokens": 4}),
+    "/v1/responses": (responses_input.ResponsesRequest, {"input": "hi", "max_output_tokens": 4}),
+    "/generate": (native.GenerateRequest, {"text": "def f(", "sampling_params": {"max_new_tokens": 4}}),
+    "sampling_params": (native.NativeSampling, {"max_new_tokens": 4}),
     "/tokenize": (chat_schema.TokenizeRequest, {"prompt": "def f("}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [5]}),
 }
