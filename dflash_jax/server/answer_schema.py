@@ -49,51 +49,45 @@ ChatMessage = _answer(
     tool_calls=(list[Call], []),
     refusal=(type(None), None),
 )
+# Fields of every choice; of what has the log-probabilities of a prompt; of every completion.
+_CHOICE = {
+    "index": int,
+    "logprobs": dict[str, Any] | None,
+    "stop_reason": int | str | None,
+    "matched_stop": int | str | None,
+    "token_ids": list[int] | None,
+}
+_PROMPT = {"prompt_logprobs": list[dict[str, Any] | None] | None, "prompt_token_ids": list[int] | None}
+_COMPLETION = {"id": str, "created": int, "model": str, "usage": Usage}
 ChatChoice = _answer(
     "ChatChoice",
     "A choice of a chat.",
-    index=int,
     message=ChatMessage,
-    logprobs=dict[str, Any] | None,
     finish_reason=Literal["stop", "length", "tool_calls", "abort"],
-    stop_reason=int | str | None,
-    matched_stop=int | str | None,
-    token_ids=list[int] | None,
+    **_CHOICE,
 )
 ChatCompletion = _answer(
     "ChatCompletion",
     "A chat's answer; with ``stream``, server-sent events of chat.completion.chunk.",
-    id=str,
     object=Literal["chat.completion"],
-    created=int,
-    model=str,
     choices=list[ChatChoice],
-    usage=Usage,
-    prompt_logprobs=list[dict[str, Any] | None] | None,
-    prompt_token_ids=list[int] | None,
+    **_COMPLETION,
+    **_PROMPT,
 )
 CompletionChoice = _answer(
     "CompletionChoice",
     "A choice of a completion.",
-    index=int,
     text=str,
-    logprobs=dict[str, Any] | None,
     finish_reason=Literal["stop", "length", "abort"],
-    stop_reason=int | str | None,
-    matched_stop=int | str | None,
-    token_ids=list[int] | None,
-    prompt_logprobs=list[dict[str, Any] | None] | None,
-    prompt_token_ids=list[int] | None,
+    **_CHOICE,
+    **_PROMPT,
 )
 Completion = _answer(
     "Completion",
     "A completion's answer; with ``stream``, server-sent events of the same shape.",
-    id=str,
     object=Literal["text_completion"],
-    created=int,
-    model=str,
     choices=list[CompletionChoice],
-    usage=Usage,
+    **_COMPLETION,
 )
 Response = _answer(
     "Response",

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from dflash_jax.frontend.reasoning import ThoughtTokens
+from dflash_jax.frontend.sequence import Piece
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
 from dflash_jax.server import neutral_fields, prepare
@@ -89,23 +90,6 @@ class RequestedText:
     thought: ThoughtTokens | None = None
 
 
-@dataclass(frozen=True)
-class Part:
-    """The part of a text that an answer has.
-
-    Attributes:
-        text: Text; None without a tokenizer.
-        token_ids: New tokens.
-        logprobs: Log-probabilities of new tokens.
-        prompt_logprobs: Log-probabilities of the prompt's tokens but the first; None where the answer has none of them.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    logprobs: list[dict]
-    prompt_logprobs: list[dict] | None
-
-
 def prompts_of(body: GenerateRequest) -> tuple[list, bool]:
     """The prompts of a request, and whether it asks for a list of answers.
 
@@ -146,23 +130,20 @@ def media_of(serving: Serving, body: GenerateRequest, count: int, several: bool)
     return media
 
 
-async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[list[tuple[RemoteSequence, bool]], bool]:
-    """Prepares the sequences of a request.
+async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[list[RequestedText], bool]:
+    """Prepares the texts of a request.
 
     Returns:
-        Sequences, each with whether new tokens are asked for; and whether the answer is a list.
+        The texts, and whether the answer is a list.
 
     Raises:
         ApiError: The request is invalid.
     """
     prompts, several = prompts_of(body)
     prepare.check_logprobs(serving, body)
-    settings = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
-    if len(settings) != len(prompts):
-        message = f"{len(settings)} sampling_params for {len(prompts)} prompts: give one, or one each"
-        raise ApiError(400, message, "sampling_params")
+    settings = _each(body.sampling_params, len(prompts), "sampling_params")
     _each(body.rid, len(prompts), "rid")
-    salts, prepared = _each(body.cache_salt, len(prompts), "cache_salt"), []
+    salts, prepared, are_new = _each(body.cache_salt, len(prompts), "cache_salt"), [], []
     named = body.token_ids_logprob or []
     if not (named and isinstance(named[0], list)):
         named = [named] * len(prompts)
@@ -171,10 +152,10 @@ async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[l
     for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
         sampling = sampling or NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
-        ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
-        placed = None
+        placed, field = None, "text" if isinstance(prompt, str) else "input_ids"
+        ids = await serving.texts.prompt(prompt, field)
         if media[i] and serving.media is not None:
-            ids, placed = await serving.media.placed(ids, media[i], "text" if isinstance(prompt, str) else "input_ids")
+            ids, placed = await serving.media.placed(ids, media[i], field)
         is_new = sampling.max_new_tokens != 0
         least = sampling.max_new_tokens if is_new else 1
         room = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
@@ -190,9 +171,17 @@ async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[l
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
         if body.require_reasoning:
             options["thought"] = "open"
-        prepared += [(sequence, is_new) for sequence in await prepare.sequences(serving, ids, params, n, **options)]
+        prepared += await prepare.sequences(serving, ids, params, n, **options)
+        are_new += [is_new] * n
         several = several or n > 1
-    return prepared, several
+    names, close = names_of(body, len(prepared)), None
+    current().ids = dict(zip(prepared, names, strict=True))
+    if body.require_reasoning and serving.llm.tokenizer is not None:
+        close = serving.llm.tokenizer.encode_plain(CLOSE)
+    return [
+        RequestedText(sequence, name, is_new, None if close is None else ThoughtTokens(close))
+        for sequence, name, is_new in zip(prepared, numbered(names), are_new, strict=True)
+    ], several
 
 
 def _each(value, count: int, name: str) -> list:
@@ -221,19 +210,19 @@ def numbered(names: list[str]) -> list[str]:
     return ids
 
 
-def whole(requested: RequestedText) -> Part:
-    """The part with all of a text so far."""
-    sequence = requested.sequence
-    return Part(sequence.shown_text, sequence.token_ids, sequence.logprobs or [], sequence.request.prompt_entries)
+def whole(sequence: RemoteSequence) -> Piece:
+    """All of a text so far, as one piece."""
+    text, reason = sequence.shown_text or "", sequence.request.finish_reason
+    return Piece(text, sequence.token_ids, [], logprobs=sequence.logprobs, finish_reason=reason)
 
 
 def answer(
     serving: Serving,
     body: GenerateRequest,
     requested: RequestedText,
-    part: Part,
+    piece: Piece,
+    prompt_entries: list[dict] | None,
     began: float,
-    ended: str | None,
 ) -> dict:
     """An answer, with ``meta_info`` as SGLang's and z-lab's benchmarks read it.
 
@@ -241,15 +230,14 @@ def answer(
         serving: The model and its engine.
         body: The request.
         requested: The text, whose totals the answer has.
-        part: The part of the text that the answer has.
+        piece: The part of the text that the answer has.
+        prompt_entries: Log-probabilities of the prompt's tokens but the first; None where the answer has none of them.
         began: When the request arrived, on `time.perf_counter`.
-        ended: Why the text ended; None while it has not.
     """
     sequence, request, tokenizer = requested.sequence, requested.sequence.request, serving.llm.tokenizer
+    ended = piece.finish_reason
     if not requested.is_new:
-        part = Part("", [], [], part.prompt_logprobs)
-        if ended == "stop":
-            ended = "length"
+        piece, ended = Piece("", [], []), "length" if ended == "stop" else ended
     reason: dict[str, Any] = {"type": ended} if ended else {}
     if ended == "length":
         reason["length"] = request.params.max_tokens if requested.is_new else 0
@@ -273,13 +261,13 @@ def answer(
         "weight_version": "default",
     }
     if body.return_logprob:
-        meta |= _logprobs("output", tokenizer, part.logprobs, body)
+        meta |= _logprobs("output", tokenizer, piece.logprobs or [], body)
         entries = []
-        if request.prompt_logprobs is not None and part.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None and prompt_entries is not None:
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
-            entries = [first, *part.prompt_logprobs][body.logprob_start_len :]
+            entries = [first, *prompt_entries][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, entries, body)
-    return {"text": part.text, "output_ids": part.token_ids, "meta_info": meta}
+    return {"text": None if tokenizer is None else piece.text, "output_ids": piece.token_ids, "meta_info": meta}
 
 
 def _logprobs(side: str, tokenizer, entries: list[dict], body: GenerateRequest) -> dict:
@@ -307,16 +295,7 @@ async def generate(http: Request, body: GenerateRequest):
     """SGLang's generation from text or token ids."""
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
-    prepared, several = await prepare_generation(serving, body)
-    sequences, names = [sequence for sequence, _ in prepared], names_of(body, len(prepared))
-    current().ids = dict(zip(sequences, names, strict=True))
-    tokenizer, close = serving.llm.tokenizer, None
-    if body.require_reasoning and tokenizer is not None:
-        close = tokenizer.encode_plain(CLOSE)
-    texts = [
-        RequestedText(sequence, name, is_new, None if close is None else ThoughtTokens(close))
-        for (sequence, is_new), name in zip(prepared, numbered(names), strict=True)
-    ]
+    texts, several = await prepare_generation(serving, body)
     body = body.without_large()
     if body.stream:
         return Later(http, EventStream(stream_events(serving, body, texts, several, began)).start())
@@ -334,7 +313,7 @@ async def full_response(
         for text in texts:
             if text.thought is not None:
                 text.thought.take(text.sequence.token_ids)
-            yield answer(serving, body, text, whole(text), began, text.sequence.request.finish_reason)
+            yield answer(serving, body, text, whole(text.sequence), text.sequence.request.prompt_entries, began)
 
     return JsonAnswer(answers() if several else next(answers()))
 
@@ -352,13 +331,13 @@ async def stream_events(
         text = texts[i]
         if text.thought is not None:
             text.thought.take(piece.token_ids)
+        entries = text.sequence.request.prompt_entries
         if serving.additions.incremental:
-            prompt = None if i in begun else text.sequence.request.prompt_entries
-            part = Part(piece.text, piece.token_ids, piece.logprobs or [], prompt)
+            entries = None if i in begun else entries
+        elif piece.finish_reason:
+            piece = whole(text.sequence)
         else:
-            part = whole(text)
-            if not piece.finish_reason:
-                part = replace(part, logprobs=[], prompt_logprobs=None)
+            piece, entries = replace(whole(text.sequence), logprobs=None), None
         begun.add(i)
-        value = answer(serving, body, text, part, began, piece.finish_reason)
+        value = answer(serving, body, text, piece, entries, began)
         yield frame_parts(value | ({"index": i} if several else {}))

@@ -1,6 +1,5 @@
 """The base of request schemas: how strictly fields are read, and which ones are ignored."""
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -34,12 +33,6 @@ def wrong(field: str, reason: str, kind: Literal["wrong_field", "unknown_field"]
     return PydanticCustomError(kind, "{reason}", {"field": name, "reason": reason})
 
 
-def not_supported(field: str, known: Iterable[str]) -> PydanticCustomError:
-    """The error of an unknown field, with the nearest known one."""
-    hint = suggestion(field, known, otherwise="")
-    return wrong(field, f"is not supported{hint and f': {hint}'}", "unknown_field")
-
-
 @cache
 def _fields(model: type[BaseModel]) -> dict[str, bool]:
     """The names and aliases of a model's fields, and whether null is no default there."""
@@ -49,24 +42,37 @@ def _fields(model: type[BaseModel]) -> dict[str, bool]:
 
 
 class Strict(BaseModel):
-    """A model that refuses unknown fields."""
+    """A model that refuses unknown fields. Fields in the table ``neutral`` are accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    neutral: ClassVar[neutral_fields.Table] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _checked(cls, given: Any) -> Any:
-        """Refuses an unknown field; drops nulls where a field has a default."""
+        """Drops neutral fields, and nulls where a field has a default."""
         if not isinstance(given, dict):
             return given
-        known = _fields(cls)
-        if (unknown := next((name for name in given if name not in known), None)) is not None:
-            raise not_supported(unknown, [field.alias or name for name, field in cls.model_fields.items()])
-        return {name: value for name, value in given.items() if value is not None or known[name]}
+        fields, known, unknown = _fields(cls), {}, []
+        for name, value in given.items():
+            if name in fields:
+                # JSON has one kind of number: 5.0 equals 5.
+                is_whole = isinstance(value, float) and value.is_integer()
+                if value is not None or fields[name]:
+                    known[name] = int(value) if is_whole else value
+            elif name not in cls.neutral:
+                unknown.append(name)
+            elif not neutral_fields.accepts(cls.neutral[name], value):
+                raise wrong(name, neutral_fields.reason(name, cls.neutral[name]))
+        if unknown:
+            cls._take_unknown(unknown)
+        return known
 
     @classmethod
-    def _is_default(cls, name: str, value: Any) -> bool:
-        return value is None and name in cls.model_fields and not cls.model_fields[name].is_required()
+    def _take_unknown(cls, names: list[str]) -> None:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        hint = suggestion(names[0], [*known, *cls.neutral], otherwise="")
+        raise wrong(names[0], f"is not supported{hint and f': {hint}'}", "unknown_field")
 
 
 class Lenient(BaseModel):
@@ -84,9 +90,7 @@ def _is_small(value: Any) -> bool:
 
 
 class Body(Strict):
-    """A request. Fields in the table ``neutral`` are accepted and ignored."""
-
-    neutral: ClassVar[neutral_fields.Table] = {}
+    """A request, whose unknown fields are ignored with ``--unknown-fields warn``."""
 
     def without_large(self) -> Self:
         """A copy without large values (prompts, messages, tools, forms), which are None in it.
@@ -95,26 +99,10 @@ class Body(Strict):
         """
         return self.model_copy(update={name: None for name, value in self if not _is_small(value)})
 
-    @model_validator(mode="before")
     @classmethod
-    def _checked(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        known, unknown = {}, []
-        for name, value in given.items():
-            if name in cls.model_fields:
-                # JSON has one kind of number: 5.0 equals 5.
-                is_whole = isinstance(value, float) and value.is_integer()
-                if not cls._is_default(name, value):
-                    known[name] = int(value) if is_whole else value
-            elif name not in cls.neutral:
-                unknown.append(name)
-            elif not neutral_fields.accepts(cls.neutral[name], value):
-                raise wrong(name, neutral_fields.reason(name, cls.neutral[name]))
-        if unknown and current().unknown_fields == "refuse":
-            raise not_supported(unknown[0], [*cls.model_fields, *cls.neutral])
-        if unknown:
-            names = ", ".join(name[:MOST_CHARACTERS] for name in unknown[:3])
-            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-            current().note(f"unknown fields, left out: {names}{more}")
-        return known
+    def _take_unknown(cls, names: list[str]) -> None:
+        if current().unknown_fields == "refuse":
+            super()._take_unknown(names)
+        shown = ", ".join(name[:MOST_CHARACTERS] for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        current().note(f"unknown fields, left out: {shown}{more}")
