@@ -256,17 +256,6 @@ def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> t
     return converted, media
 
 
-def _check_arguments(messages: Sequence[chat_schema.Message], most: int) -> None:
-    """Checks the size of calls' arguments, which are JSON inside the body's JSON.
-
-    Raises:
-        ApiError: They may have more than ``most`` values.
-    """
-    texts = (call.function.arguments for m in messages for call in m.tool_calls or ())
-    if sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{") > most:
-        raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
-
-
 def _call(call: chat_schema.Call) -> dict:
     function = {"name": call.function.name, "arguments": call_arguments(call.function.arguments)}
     return {"id": call.id, "type": "function", "function": function}
@@ -340,7 +329,10 @@ async def converse(
     async for tool in serving.in_steps(tools or ()):
         check_parameters(tool.function.parameters or {}, f"tools[{len(tool_schemas)}].function.parameters")
         tool_schemas.append(tool.model_dump(exclude_none=True))
-    _check_arguments(messages, serving.limits.values)
+    # The arguments of calls are JSON inside the body's JSON.
+    arguments, most = [call.function.arguments for m in messages for call in m.tool_calls or ()], serving.limits.values
+    if sum(text.count(mark) for text in arguments if isinstance(text, str) for mark in ",[{") > most:
+        raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
     options = template_options(serving, body, messages)
     conversation, parts = as_template(messages, serving.media is not None)
     is_truncated = isinstance(body, chat_schema.ChatRequest) and body.truncate_prompt_tokens is not None

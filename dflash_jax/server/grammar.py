@@ -168,13 +168,21 @@ class GrammarProcesses:
 
     async def _attempt(self, form: Form, is_last: bool = False) -> Grammar | None:
         """Compiles once; None where the nursery has died, unless this ``is_last``."""
-        process, client = await self._forked(), current().client
+        limits, client = self._limits, current().client
+        try:
+            process = self._pool.add(await self._nursery.forked(), client)
+        except OSError:
+            raise ApiError(503, "structured output is being restarted") from None
+        request = {"kind": form.kind, "value": form.value, "field": form.field}
+        request |= {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
         # Further compilations of a client have less of the processors.
-        niceness = list(self._queue.compiling.values()).count(client)
+        request["niceness"] = list(self._queue.compiling.values()).count(client)
         self._queue.compiling[process] = client
         try:
-            notes = await self._compile(process, form, niceness)
-            return Grammar(self._pool, self._exchange, process, self.tokens.mask_bytes // 4, notes)
+            answer = json.loads(await process.ask(json.dumps(request).encode()))
+            if "error" in answer:
+                raise InputError(answer["error"])
+            return Grammar(self._pool, self._exchange, process, self.tokens.mask_bytes // 4, answer["notes"])
         except BaseException as e:
             self._pool.end(process)
             if not isinstance(e, EOFError):
@@ -182,18 +190,13 @@ class GrammarProcesses:
             if process.reason is not None:
                 raise ApiError(503, process.reason) from None
             if process.pid is not None or is_last:
-                raise InputError(self._too_much(form)) from None
+                most = f"{limits.compile_s} s of processor time or {limits.memory_bytes >> 20} MiB"
+                message = f"{form.field} cannot be compiled: it needs more than {most}, or is nested too deeply"
+                raise InputError(message) from None
             self._nursery.lose(process.parent)
             return None
         finally:
             del self._queue.compiling[process]
-
-    def _too_much(self, form: Form) -> str:
-        limits = self._limits
-        return (
-            f"{form.field} cannot be compiled: it needs more than {limits.compile_s} s of processor time or "
-            f"{limits.memory_bytes >> 20} MiB, or is nested too deeply"
-        )
 
     def _keep(self, key: str, grammar: Grammar) -> None:
         self._cache[key] = grammar
@@ -207,27 +210,3 @@ class GrammarProcesses:
             oldest = next(k for k in idle if self._cache[k].client == has_most)
             idle.remove(oldest)
             self._forget(oldest)
-
-    async def _forked(self) -> WorkerProcess:
-        """A fork of the nursery, which is started unless it runs."""
-        try:
-            return self._pool.add(await self._nursery.forked(), current().client)
-        except OSError:
-            raise ApiError(503, "structured output is being restarted") from None
-
-    async def _compile(self, process: WorkerProcess, form: Form, niceness: int) -> list[str]:
-        """Has ``process`` compile, with so much more niceness.
-
-        Returns:
-            What the grammar does not enforce.
-
-        Raises:
-            EOFError: The process died.
-        """
-        limits = self._limits
-        request = {"kind": form.kind, "value": form.value, "field": form.field, "niceness": niceness}
-        request |= {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
-        answer = json.loads(await process.ask(json.dumps(request).encode()))
-        if "error" in answer:
-            raise InputError(answer["error"])
-        return answer["notes"]

@@ -9,7 +9,7 @@ from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, Message
 from dflash_jax.server.answers import usage
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat, tools_in_use
-from dflash_jax.server.conversation import Conversation, GrowingItems, Parser, converse
+from dflash_jax.server.conversation import Conversation, GrowingItems, converse
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.messages_input import CountTokensRequest, MessagesRequest, as_chat
@@ -20,6 +20,9 @@ from dflash_jax.server.tools import CallDelta
 
 # Thoughts that clients send back are not verified, so they are not signed.
 SIGNATURE = "unsigned"
+# The reasons of answers that did not end by themselves. The interface has none for an aborted one; max_tokens is the
+# nearest.
+REASONS = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
 # The type and the field of the event of a text, by its kind.
 DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -80,16 +83,6 @@ def _object(arguments: str) -> dict:
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
-def stop_fields(sequence: RemoteSequence, parser: Parser) -> dict:
-    """Why an answer ended."""
-    # The interface has no reason for an aborted answer; max_tokens is the nearest.
-    reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
-    reason, matched = reasons.get(parser.reason(sequence) or "", "end_turn"), None
-    if isinstance(sequence.matched, str):
-        reason, matched = "stop_sequence", sequence.matched
-    return {"stop_reason": reason, "stop_sequence": matched}
-
-
 def usage_fields(sequence: RemoteSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
     """Token counts; ``input_tokens`` are those that were not in the prefix cache."""
     prompt, cached = len(sequence.request.prompt), sequence.request.cached
@@ -123,7 +116,10 @@ async def message_events(
             for event in content.take(parser.finish(sequence)) + content.close():
                 yield event
     counted = usage([sequence], 1)["completion_tokens"]
-    stop, totals = stop_fields(sequence, parser), usage_fields(sequence, counted, parser.reasoning_tokens)
+    totals = usage_fields(sequence, counted, parser.reasoning_tokens)
+    matched = sequence.matched if isinstance(sequence.matched, str) else None
+    reason = "stop_sequence" if matched is not None else REASONS.get(parser.reason(sequence) or "", "end_turn")
+    stop = {"stop_reason": reason, "stop_sequence": matched}
     message |= {"content": content.items, **stop, "usage": totals}
     yield {"type": "message_delta", "delta": stop, "usage": totals}
     yield {"type": "message_stop"}

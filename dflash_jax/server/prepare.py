@@ -48,34 +48,21 @@ def sampling(
     Raises:
         ApiError: A value is invalid.
     """
-    min_tokens = getattr(body, "min_tokens", None) or getattr(body, "min_new_tokens", None) or 0
-    include_stop = body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)
-    skip_special = body.skip_special_tokens is not False
+    values: dict[str, Any] = {name: value for name, value in body if name in FIELDS - {"n"} and value is not None}
+    values |= {
+        "logit_bias": biases(getattr(body, "logit_bias", None)),
+        "seed": secrets.randbits(32) if seed is None else seed % SEEDS,
+        "max_tokens": max_tokens,
+        "min_tokens": getattr(body, "min_tokens", None) or getattr(body, "min_new_tokens", None) or 0,
+        "include_stop_str_in_output": bool(body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)),
+        "logprobs": logprobs,
+        "logprob_token_ids": logprob_ids,
+    }
+    if body.allowed_token_ids is not None:
+        # Without duplicates, since every choice reads them.
+        values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
     try:
-        return SamplingParams(
-            temperature=body.temperature,
-            top_k=0 if body.top_k == -1 else body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            logit_bias=biases(getattr(body, "logit_bias", None)),
-            seed=secrets.randbits(32) if seed is None else seed % SEEDS,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=getattr(body, "stop", None) or (),
-            stop_regex=body.stop_regex or (),
-            include_stop_str_in_output=bool(include_stop),
-            skip_special_tokens=skip_special,
-            bad_words=tuple(body.bad_words or ()),
-            # Without duplicates, since every choice reads them.
-            allowed_token_ids=None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=body.ignore_eos,
-            logprobs=logprobs,
-            logprob_token_ids=tuple(logprob_ids or ()),
-        )
+        return SamplingParams(**values)
     except InputError as e:
         raise ApiError(400, str(e), field_of(str(e))) from None
 
@@ -86,21 +73,21 @@ def field_of(message: str) -> str | None:
     return first if first in FIELDS else None
 
 
-def biases(given: dict[str, float] | None) -> dict[int, float]:
+def biases(by_token: dict[str, float] | None) -> dict[int, float]:
     """``logit_bias`` with token ids as integers.
 
     Raises:
         ApiError: A key is no token id, or there are too many.
     """
-    if len(given or {}) > MAX_BIAS:
-        message = f"logit_bias has {len(given or {})} tokens: at most {MAX_BIAS} are possible"
-        raise ApiError(400, message, "logit_bias")
-    wrong = [token for token in given or {} if not (token.isascii() and token.isdecimal() and len(token) < 20)]
+    by_token = by_token or {}
+    if len(by_token) > MAX_BIAS:
+        raise ApiError(400, f"logit_bias has {len(by_token)} tokens: at most {MAX_BIAS} are possible", "logit_bias")
+    wrong = [token for token in by_token if not (token.isascii() and token.isdecimal() and len(token) < 20)]
     if wrong:
         names = ", ".join(repr(token[:40]) for token in wrong[:8])
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ApiError(400, f"logit_bias: its keys must be token ids, and these are not: {names}{more}", "logit_bias")
-    return {int(token): value for token, value in (given or {}).items()}
+    return {int(token): value for token, value in by_token.items()}
 
 
 def truncate(serving: Serving, body: schema.OpenAiSampling, prompt: list[int], new_tokens: int | None) -> list[int]:
