@@ -5,11 +5,11 @@ Requests to other interfaces are converted to them.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
-from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Strict, wrong
+from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Open, Strict, wrong
 
 # How reasoning is shown: as it arrives, in one piece at its end, as part of the content, or not at all.
 ShownReasoning = Literal["stream", "whole", "content", "none"]
@@ -79,13 +79,8 @@ class Call(Lenient):
     index: int | None = None
 
 
-class Part(BaseModel):
-    """A part of a message: text, a refusal, an image or a video. Others are refused by name.
-
-    Fields of images and videos are in ``model_extra``.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class Part(Open):
+    """A part of a message: text, a refusal, an image or a video. Others are refused by name."""
 
     type: str
     text: str | None = None

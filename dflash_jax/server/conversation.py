@@ -5,10 +5,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.messages import call_arguments
+from dflash_jax.frontend.messages import template_messages
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, is_open
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
@@ -243,22 +242,17 @@ def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> t
             media += added
         else:
             content = text_of(parts, where)
-        message: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": content}
-        if (thought := m.reasoning_content or m.reasoning) is not None:
-            message["reasoning_content"] = thought
-        if m.tool_call_id is not None:
-            message["tool_call_id"] = m.tool_call_id
-        if m.name is not None:
-            message["name"] = m.name
-        if m.tool_calls:
-            message["tool_calls"] = [_call(call) for call in m.tool_calls]
-        converted.append(message)
-    return converted, media
-
-
-def _call(call: chat_schema.Call) -> dict:
-    function = {"name": call.function.name, "arguments": call_arguments(call.function.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+        converted.append(
+            {
+                "role": "system" if m.role == "developer" else m.role,
+                "content": content,
+                "reasoning_content": m.reasoning_content or m.reasoning,
+                "tool_call_id": m.tool_call_id,
+                "name": m.name,
+                "tool_calls": [call.model_dump(exclude={"index"}) for call in m.tool_calls or ()] or None,
+            }
+        )
+    return template_messages(converted), media
 
 
 def check_parameters(schema: dict, where: str) -> None:

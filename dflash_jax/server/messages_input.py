@@ -6,18 +6,16 @@ Unknown keys inside blocks and tools are ignored.
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from dflash_jax.server import chat_schema, neutral_fields, schema
 from dflash_jax.server.content import parts_or_text
 from dflash_jax.server.errors import ApiError, from_conversion_error
-from dflash_jax.server.schema_base import Body, Items, Json, Strict
+from dflash_jax.server.schema_base import Body, Items, Json, Open, Strict
 
 
-class Block(BaseModel):
+class Block(Open):
     """A content block. `as_chat` refuses unknown types by name."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     # text, thinking
@@ -39,10 +37,8 @@ class TurnMessage(Strict):
     content: str | Items[Block]
 
 
-class MessagesTool(BaseModel):
+class MessagesTool(Open):
     """A tool that the client runs. Tools that Anthropic defines or runs have another ``type``."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str | None = None
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
@@ -81,10 +77,8 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class ContextEdit(BaseModel):
+class ContextEdit(Open):
     """Removal of old thoughts, which the chat template decides; other edits are not supported."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["clear_thinking_20251015"]
 

@@ -6,7 +6,7 @@ With ``truncation: "auto"`` a conversation that is too long continues without it
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from dflash_jax.media.parts import TYPES
 from dflash_jax.server import chat_schema, neutral_fields, schema
@@ -15,7 +15,7 @@ from dflash_jax.server.chat_schema import Function, FunctionName, Part
 from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.schema_base import Effort, Items, Json, Strict
+from dflash_jax.server.schema_base import Effort, Items, Json, Open, Strict
 from dflash_jax.server.serving import Serving
 
 
@@ -69,10 +69,8 @@ class Reasoning(Strict):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class InputItem(BaseModel):
+class InputItem(Open):
     """A message, a call, its output, or a thought; `as_messages` refuses unknown types by name."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str | None = None
     role: str | None = None

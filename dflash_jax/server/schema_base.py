@@ -75,6 +75,12 @@ class Strict(BaseModel):
         raise wrong(names[0], f"is not supported{hint and f': {hint}'}", "unknown_field")
 
 
+class Open(BaseModel):
+    """A model that keeps unknown fields, in ``model_extra``."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
 class Lenient(BaseModel):
     """A model that ignores unknown fields, so that they do not reach the chat template."""
 

@@ -43,7 +43,7 @@ def _frame_head(event: str | None) -> bytes:
 
 
 def json_parts(value: object) -> Iterator[bytes]:
-    """Yields parts of a value as JSON, equal to `json_text.dumped` in total.
+    """Yields parts of a value as JSON, equal to `dumped` in total.
 
     Args:
         value: The value. An iterator in it is a list whose elements are made when they are written. Bytes are JSON
