@@ -309,7 +309,7 @@ class Body:
         """
         capacity = self._limits.total_body_bytes
         self._count(more)
-        if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * capacity:
+        if self._size > SMALL_BYTES and self._bodies.nbytes_of[self._client] > CLIENT_SHARE * capacity:
             raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
         while self._size > SMALL_BYTES and self._bodies.nbytes > capacity:
             self._make_room()
@@ -329,15 +329,11 @@ class Body:
         self._bodies.arriving.discard(slowest)
         slowest._until.reschedule(now)
 
-    def _of_client(self) -> int:
-        """Bytes of all bodies of this client."""
-        return self._bodies.nbytes_of[self._client]
-
     def _count(self, more: int) -> None:
         self._size += more
         self._bodies.nbytes += more
         self._bodies.nbytes_of[self._client] += more
-        if not self._of_client():
+        if not self._bodies.nbytes_of[self._client]:
             del self._bodies.nbytes_of[self._client]
 
     def close(self) -> None:

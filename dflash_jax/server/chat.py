@@ -188,15 +188,9 @@ async def full_response(
     head: dict,
     is_batch: bool = False,
 ) -> JsonAnswer:
-    """Waits for all sequences, then answers.
+    """Waits for all sequences, each of its conversation, then answers.
 
-    Args:
-        serving: The model and its engine.
-        body: The request.
-        talks: The conversation of each sequence.
-        sequences: The sequences.
-        head: The beginning of the answer.
-        is_batch: Whether each sequence has a prompt of its own.
+    ``is_batch``: each sequence has a prompt of its own.
     """
     parsers, deltas = [talk.parser(body.shown_reasoning) for talk in talks], [[] for _ in sequences]
     async with aclosing(serving.merged(sequences)) as merged:

@@ -7,10 +7,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
-from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Open, Strict, wrong
+from dflash_jax.server.schema_base import (
+    Body,
+    Effort,
+    Items,
+    Json,
+    Lenient,
+    Open,
+    Strict,
+    check_neutral,
+    neutral_table,
+    wrong,
+)
 
+# Fields of a message without effect.
+NEUTRAL = neutral_table("message")
 # How reasoning is shown: as it arrives, in one piece at its end, as part of the content, or not at all.
 ShownReasoning = Literal["stream", "whole", "content", "none"]
 
@@ -115,9 +127,8 @@ class Message(Lenient):
     @classmethod
     def _checked(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            for name, allowed in neutral_fields.MESSAGE.items():
-                if not neutral_fields.accepts(allowed, given.get(name)):
-                    raise wrong(name, neutral_fields.reason(name, allowed))
+            for name, allowed in NEUTRAL.items():
+                check_neutral(name, allowed, given.get(name))
             if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
                 raise wrong("content", "must be a string or a list of parts")
         return given
@@ -160,7 +171,7 @@ class Templated(Body):
 class ChatRequest(OpenAiSampling, Templated):
     """``/v1/chat/completions``."""
 
-    neutral = neutral_fields.CHAT
+    neutral = neutral_table("chat")
 
     messages: Items[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -209,7 +220,7 @@ class ChatBatchRequest(ChatRequest):
 class TokenizeRequest(Templated):
     """``/tokenize``, vLLM's endpoint: a prompt or a conversation."""
 
-    neutral = neutral_fields.TOKENIZE
+    neutral = neutral_table("tokenize")
 
     model: str | None = None
     prompt: str | None = None

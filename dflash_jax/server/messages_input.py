@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from dflash_jax.server import chat_schema, neutral_fields, schema
+from dflash_jax.server import chat_schema, schema
 from dflash_jax.server.content import parts_or_text
 from dflash_jax.server.errors import ApiError, from_conversion_error
-from dflash_jax.server.schema_base import Body, Items, Json, Open, Strict
+from dflash_jax.server.schema_base import Body, Items, Json, Open, Strict, neutral_table
 
 
 class Block(Open):
@@ -92,7 +92,7 @@ class ContextManagement(Strict):
 class CountTokensRequest(Body):
     """``/v1/messages/count_tokens``: the fields that make the prompt."""
 
-    neutral = neutral_fields.MESSAGES
+    neutral = neutral_table("messages")
 
     messages: Items[TurnMessage] = Field(min_length=1)
     model: str | None = None

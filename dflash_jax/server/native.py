@@ -13,7 +13,7 @@ from dflash_jax.frontend.reasoning import ThoughtTokens
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
-from dflash_jax.server import neutral_fields, prepare
+from dflash_jax.server import prepare
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.body import MediaRoute
@@ -22,7 +22,7 @@ from dflash_jax.server.errors import ApiError, dumped
 from dflash_jax.server.media import url_part
 from dflash_jax.server.request_context import current
 from dflash_jax.server.schema import NamedTokens, Sampling, ThinkingBudget
-from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt
+from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, neutral_table
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame_parts
 from dflash_jax.server.token_lists import TokenList
@@ -34,7 +34,7 @@ SCHEMES = ("data", "http", "https", "file")
 class NativeSampling(Sampling):
     """SGLang's ``sampling_params``."""
 
-    neutral = neutral_fields.SAMPLING
+    neutral = neutral_table("sampling")
 
     # With 0, only the prompt is processed.
     max_new_tokens: int | None = Field(None, ge=0)
@@ -50,7 +50,7 @@ class NativeSampling(Sampling):
 class GenerateRequest(Body):
     """SGLang's ``/generate``."""
 
-    neutral = neutral_fields.GENERATE
+    neutral = neutral_table("generate")
 
     text: str | Items[str] | None = None
     input_ids: TokenList | Items[TokenList] | None = None

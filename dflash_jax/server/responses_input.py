@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from dflash_jax.media.parts import TYPES
-from dflash_jax.server import chat_schema, neutral_fields, schema
+from dflash_jax.server import chat_schema, schema
 from dflash_jax.server.chat import tools_in_use
 from dflash_jax.server.chat_schema import Function, FunctionName, Part
 from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.schema_base import Effort, Items, Json, Open, Strict
+from dflash_jax.server.schema_base import Effort, Items, Json, Open, Strict, neutral_table
 from dflash_jax.server.serving import Serving
 
 
@@ -80,7 +80,7 @@ class InputItem(Open):
 class ResponsesRequest(schema.SharedFields):
     """``/v1/responses``."""
 
-    neutral = neutral_fields.RESPONSES
+    neutral = neutral_table("responses")
 
     input: str | Items[InputItem]
     instructions: str | None = None

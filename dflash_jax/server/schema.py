@@ -1,15 +1,14 @@
 """Fields that requests to several endpoints share, and the requests for completions.
 
 The fields are OpenAI's, the additions of vLLM and SGLang, and ours. A field that is neither in a schema nor in
-`neutral_fields` is refused or, with ``--unknown-fields warn``, ignored.
+neutral_fields.toml is refused or, with ``--unknown-fields warn``, ignored.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dflash_jax.server import neutral_fields
-from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId
+from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId, neutral_table
 from dflash_jax.server.token_lists import TokenList
 
 # Tokens whose log-probabilities are returned.
@@ -131,7 +130,7 @@ class ResponseFormat(Strict):
 class CompletionRequest(OpenAiSampling):
     """``/v1/completions``."""
 
-    neutral = neutral_fields.COMPLETION
+    neutral = neutral_table("completion")
 
     prompt: str | Items[str] | TokenList | Items[TokenList]
     max_tokens: int | None = Field(None, ge=0)
@@ -144,7 +143,7 @@ class CompletionRequest(OpenAiSampling):
 class DetokenizeRequest(Body):
     """``/detokenize``, vLLM's endpoint."""
 
-    neutral = neutral_fields.DETOKENIZE
+    neutral = neutral_table("detokenize")
 
     model: str | None = None
     tokens: TokenList

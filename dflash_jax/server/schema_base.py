@@ -1,13 +1,21 @@
-"""The base of request schemas: how strictly fields are read, and which ones are ignored."""
+"""The base of request schemas: how strictly fields are read, and which ones are ignored.
 
+A table of neutral_fields.toml maps the name of a field of OpenAI, vLLM or SGLang that has no effect here to its allowed
+values beside null. `Strict` removes such fields from a request before it is validated, and refuses other values by
+name. A field that has an effect is a field of a schema, and in no table.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dflash_jax.argument_checks import suggestion
-from dflash_jax.server import neutral_fields
 from dflash_jax.server.request_context import current
 
 T = TypeVar("T")
@@ -25,6 +33,57 @@ MOST_FIELDS = 128
 MOST_KEPT = 1024
 # Characters of an unknown field's name that messages repeat.
 MOST_CHARACTERS = 64
+
+
+# Of neutral fields: the allowed values of each, types among them.
+Table = Mapping[str, tuple]
+_TYPES: dict[str, tuple] = {
+    "<boolean>": (bool,),
+    "<string>": (str,),
+    "<integer>": (int,),
+    "<number>": (int, float),
+    "<object>": (dict,),
+}
+_TYPE_NAMES = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
+_TABLES = tomllib.loads(Path(__file__).with_name("neutral_fields.toml").read_text(encoding="utf-8"))
+# Reasons for refusing a field where the allowed values do not explain it.
+_REASONS = {"custom_logit_processor": "is refused: it is a pickled program, and the server runs no code of its clients"}
+
+
+def neutral_table(name: str) -> Table:
+    """A table of neutral_fields.toml, merged with the tables that it names."""
+    own = dict(_TABLES[name])
+    others, without = own.pop("+", ()), own.pop("-", ())
+    merged = {field: allowed for other in others for field, allowed in neutral_table(other).items()}
+    own = {
+        field: tuple(each for v in values for each in (_TYPES.get(v, (v,)) if isinstance(v, str) else (v,)))
+        for field, values in own.items()
+    }
+    return {field: allowed for field, allowed in merged.items() if field not in without} | own
+
+
+def is_neutral(allowed: tuple, value: Any) -> bool:
+    """Whether a field without effect may have this value."""
+
+    def matches(each: Any) -> bool:
+        if isinstance(each, type):
+            return type(value) is each
+        # 1.0 equals 1, but True does not.
+        return isinstance(value, bool) == isinstance(each, bool) and value == each
+
+    return value is None or any(map(matches, allowed))
+
+
+def check_neutral(name: str, allowed: tuple, value: Any) -> None:
+    """Raises the error of a value that is not ``allowed``."""
+    if is_neutral(allowed, value):
+        return
+    if name in _REASONS:
+        raise wrong(name, _REASONS[name])
+    if allowed and all(isinstance(each, type) for each in allowed):
+        raise wrong(name, f"must be {' or '.join(_TYPE_NAMES[each] for each in allowed)}")
+    values = " or ".join(json.dumps(each) for each in allowed or (None,))
+    raise wrong(name, f"is not supported: only {values} is possible")
 
 
 def wrong(field: str, reason: str, kind: Literal["wrong_field", "unknown_field"] = "wrong_field"):
@@ -45,7 +104,7 @@ class Strict(BaseModel):
     """A model that refuses unknown fields. Fields in the table ``neutral`` are accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-    neutral: ClassVar[neutral_fields.Table] = {}
+    neutral: ClassVar[Table] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -57,13 +116,12 @@ class Strict(BaseModel):
         for name, value in given.items():
             if name in fields:
                 # JSON has one kind of number: 5.0 equals 5.
-                is_whole = isinstance(value, float) and value.is_integer()
                 if value is not None or fields[name]:
-                    known[name] = int(value) if is_whole else value
+                    known[name] = int(value) if isinstance(value, float) and value.is_integer() else value
             elif name not in cls.neutral:
                 unknown.append(name)
-            elif not neutral_fields.accepts(cls.neutral[name], value):
-                raise wrong(name, neutral_fields.reason(name, cls.neutral[name]))
+            else:
+                check_neutral(name, cls.neutral[name], value)
         if unknown:
             cls._take_unknown(unknown)
         return known

@@ -10,12 +10,11 @@ from typing import TypeVar
 from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.protocol import Event
-from dflash_jax.server.additions import Additions
 from dflash_jax.server.body import Bodies
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.engine_client import EngineClient, RemoteSequence
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
+from dflash_jax.server.limits import DEFAULT_LIMITS, Additions, Limits
 from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
 from dflash_jax.server.request_context import RequestContext, current
 from dflash_jax.server.response_store import ResponseStore

@@ -12,8 +12,8 @@ import pytest
 
 from dflash_jax import SamplingParams
 from dflash_jax.server import responses
-from dflash_jax.server.additions import Additions
 from dflash_jax.server.conversation import Delta
+from dflash_jax.server.limits import Additions
 from dflash_jax.server.responses import Output
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta

@@ -6,7 +6,7 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from dflash_jax.server import chat_schema, native, neutral_fields, responses_input, schema
+from dflash_jax.server import chat_schema, native, responses_input, schema, schema_base
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.serving import Serving
@@ -44,7 +44,7 @@ def test_neutral_values_are_taken_and_no_others(path, name):
     accepted = [None, *(EXAMPLES[each] if isinstance(each, type) else each for each in allowed)]
     for value in accepted:
         assert model.model_validate(body | {name: value}) == model.model_validate(body), value
-    refused = [value for value in VALUES if not neutral_fields.accepts(allowed, value)]
+    refused = [value for value in VALUES if not schema_base.is_neutral(allowed, value)]
     assert refused
     for value in refused:
         with pytest.raises(ValidationError) as failure:
@@ -66,7 +66,7 @@ def test_neutral_values_are_taken_and_no_others(path, name):
     ],
 )
 def test_values_are_told_apart_by_kind(allowed, value, is_neutral):
-    assert neutral_fields.accepts(allowed, value) is is_neutral
+    assert schema_base.is_neutral(allowed, value) is is_neutral
 
 
 @pytest.mark.parametrize("path", BODIES)
