@@ -19,8 +19,7 @@ from dflash_jax.protocol import Form
 from dflash_jax.sampling_params import CLOSE, OPEN
 from dflash_jax.server.capacity import FairCapacity, Share
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar_masks import Grammar, MaskExchange
-from dflash_jax.server.grammar_pool import GrammarLimits, GrammarPool, richest
+from dflash_jax.server.grammar_masks import Grammar, GrammarLimits, GrammarPool, MaskExchange, richest
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.request_context import current
 from dflash_jax.workers.process import Nursery, WorkerProcess

@@ -223,10 +223,15 @@ class Output(GrowingItems):
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
 
 
+# Fields of a request that its response repeats.
+REPEATED = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user"}
+
+
 def envelope(body: ResponsesRequest, name: str, response_id: str, created: int, is_stored: bool) -> dict:
     """A response before its output is known."""
     choice = body.tool_choice or "auto"
     return {
+        **body.model_dump(include=REPEATED),
         "id": response_id,
         "object": "response",
         "created_at": created,
@@ -234,22 +239,16 @@ def envelope(body: ResponsesRequest, name: str, response_id: str, created: int, 
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
         "model": body.model or name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "store": is_stored,
-        "temperature": body.temperature,
         "text": body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [t.model_dump() for t in body.tools or ()],
-        "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
-        "user": body.user,
         "metadata": body.metadata or {},
     }
 

@@ -18,8 +18,7 @@ from dflash_jax.protocol import Form
 from dflash_jax.server import grammar_walk
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import CompilationQueue, GrammarProcesses, grammar_tokens
-from dflash_jax.server.grammar_masks import LEAST_MASKS
-from dflash_jax.server.grammar_pool import GrammarLimits
+from dflash_jax.server.grammar_masks import LEAST_MASKS, GrammarLimits
 from dflash_jax.server.grammar_walk import GrammarWalk
 from dflash_jax.server.request_context import RequestContext
 from dflash_jax.workers.memory import WorkerMemory
