@@ -61,7 +61,7 @@ class GrowingItems(ABC):
         self._texts: list[str] = []
 
     def take(self, delta: Delta) -> list[dict]:
-        """Adds a piece: its events."""
+        """Adds a piece, and returns its events."""
         events = []
         for kind, text, call in delta.parts():
             if kind != self._kind or (call is not None and call.name is not None):
@@ -74,7 +74,7 @@ class GrowingItems(ABC):
         return events
 
     def close(self, status: str = "completed") -> list[dict]:
-        """Ends the item that grows: its events."""
+        """Ends the item that grows, and returns its events."""
         kind, self._kind = self._kind, None
         return [] if kind is None else self._ended(kind, "".join(self._texts), status)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from dflash_jax.server import chat_schema, schema
+from dflash_jax.server import chat_schema
 from dflash_jax.server.content import parts_or_text
 from dflash_jax.server.errors import ApiError, from_conversion_error
 from dflash_jax.server.schema_base import Body, Items, Json, Open, Strict, neutral_table
@@ -126,7 +126,7 @@ BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 
-CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_messages(body: CountTokensRequest) -> list[dict]:
@@ -243,24 +243,21 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict:
     return message
 
 
-def _tool(tool: MessagesTool, where: str) -> chat_schema.Tool:
+def _tool(tool: MessagesTool, where: str) -> dict:
     if tool.type not in (None, "custom"):
         raise ApiError(400, f"{where}.type is {tool.type!r}: it must be custom, a tool of the client", f"{where}.type")
     if tool.input_schema is None:
         raise ApiError(400, f"{where}.input_schema is missing", f"{where}.input_schema")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return chat_schema.Tool(type="function", function=chat_schema.Function(**function, strict=tool.strict))
+    function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
 
-def _tool_choice(body: CountTokensRequest) -> chat_schema.ToolChoice | None:
-    choice = body.tool_choice
-    if choice is None:
-        return None
-    if choice.type != "tool":
-        return CHOICES[choice.type]
+def _tool_choice(choice: MessagesToolChoice | None) -> str | dict | None:
+    if choice is None or choice.type != "tool":
+        return None if choice is None else CHOICES[choice.type]
     if choice.name is None:
         raise ApiError(400, "tool_choice.name is missing", "tool_choice.name")
-    return chat_schema.NamedTool(type="function", function=chat_schema.FunctionName(name=choice.name))
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
@@ -269,7 +266,16 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
     Raises:
         ApiError: The request is invalid.
     """
-    thinking, output, fields = body.thinking, body.output_config, {}
+    thinking, output, messages = body.thinking, body.output_config, as_messages(body)
+    fields: dict[str, Any] = {
+        "model": body.model,
+        # An assistant's turn at the end is continued.
+        "continue_final_message": messages[-1]["role"] == "assistant",
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
     if thinking is not None:
         fields |= {"enable_thinking": thinking.type != "disabled", "thinking_token_budget": thinking.budget_tokens}
         if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
@@ -278,23 +284,13 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
     if isinstance(body, MessagesRequest):
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "block_size")
         fields |= {name: getattr(body, name) for name in same} | {"stop": body.stop_sequences or None}
-    if output is not None and output.format is not None:
-        form = schema.JsonSchema(name="answer", schema=output.format.schema_)
-        fields["response_format"] = schema.ResponseFormat(type="json_schema", json_schema=form)
     if output is not None:
         fields["reasoning_effort"] = output.effort
-    chat = as_messages(body)
+        if output.format is not None:
+            form = {"name": "answer", "schema": output.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
     try:
-        return chat_schema.ChatRequest(
-            model=body.model,
-            messages=[chat_schema.Message(**m) for m in chat],
-            # An assistant's turn at the end is continued.
-            continue_final_message=chat[-1]["role"] == "assistant",
-            tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
-            tool_choice=_tool_choice(body),
-            parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
-            chat_template_kwargs=body.chat_template_kwargs,
-            **fields,
-        )
+        messages = [chat_schema.Message(**message) for message in messages]
+        return chat_schema.ChatRequest.model_validate(fields | {"messages": messages})
     except ValidationError as e:
         raise from_conversion_error(e) from None

@@ -165,7 +165,7 @@ class Output(GrowingItems):
         self._logprobs: list[dict] = []
 
     def take(self, delta: Delta, logprobs: list[dict] | None = None) -> list[dict]:
-        """Adds a piece, with log-probabilities of its tokens where they are asked for: its events."""
+        """Adds a piece, with log-probabilities of its tokens where asked for, and returns its events."""
         self._logprobs += logprobs or ()
         events = super().take(delta)
         if delta.content or delta.reasoning or delta.calls:

@@ -188,39 +188,35 @@ def _joined_thoughts(messages: list[dict]) -> list[dict]:
     return joined
 
 
-def _named(tool: ResponsesToolName) -> chat_schema.NamedTool:
-    return chat_schema.NamedTool(type="function", function=chat_schema.FunctionName(name=tool.name))
+def _named(tool: ResponsesToolName) -> dict:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def as_chat(body: ResponsesRequest, items: Sequence[InputItem], earlier: int = 0) -> chat_schema.ChatRequest:
     """The equivalent chat request for these items; ``earlier`` as in `as_messages`."""
-    form, choice = body.text.format if body.text else None, body.tool_choice
-    response_format = None
-    if form is not None and form.type == "json_schema":
-        named = schema.JsonSchema(name=form.name or "answer", schema=form.schema_, strict=form.strict)
-        response_format = schema.ResponseFormat(type="json_schema", json_schema=named)
-    elif form is not None:
-        response_format = schema.ResponseFormat(type=form.type)
+    form, choice, response_format = body.text.format if body.text else None, body.tool_choice, None
+    if form is not None:
+        named = {"name": form.name or "answer", "schema": form.schema_, "strict": form.strict}
+        response_format = {"type": form.type, "json_schema": named if form.type == "json_schema" else None}
     if isinstance(choice, ResponsesToolName):
         choice = _named(choice)
     elif isinstance(choice, ResponsesAllowedTools):
-        allowed = chat_schema.AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
-        choice = chat_schema.AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
-    tools = [
-        chat_schema.Tool(type="function", function=chat_schema.Function(**t.model_dump(exclude={"type"})))
-        for t in body.tools or ()
-    ]
-    return chat_schema.ChatRequest(
-        messages=[chat_schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
-        max_completion_tokens=body.max_output_tokens,
-        **{name: getattr(body, name) for name in AS_IN_CHAT},
-        logprobs=wants_logprobs or None,
-        top_logprobs=body.top_logprobs if wants_logprobs else None,
-        response_format=response_format,
-        tools=tools or None,
-        tool_choice=choice,
-        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+    tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools or ()]
+    return chat_schema.ChatRequest.model_validate(
+        {
+            **{name: getattr(body, name) for name in AS_IN_CHAT},
+            "messages": [chat_schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
+            "max_completion_tokens": body.max_output_tokens,
+            "logprobs": wants_logprobs or None,
+            "top_logprobs": body.top_logprobs if wants_logprobs else None,
+            "response_format": response_format,
+            "tools": tools or None,
+            "tool_choice": choice,
+            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        }
     )
 
 
