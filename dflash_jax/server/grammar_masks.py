@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -203,24 +204,29 @@ class MaskExchange:
     """What is asked of the processes, and what they answer."""
 
     def __init__(self):
-        # What is read here, and what the processes write numbers of answers to.
-        self._answers, self._written = socket.socketpair()
         self._poll = select.poll()
-        self._poll.register(self._answers, select.POLLIN)
         self._numbers = itertools.count()
         self._asked: dict[int, GrammarMask] = {}
         self._unsent: set[Walker] = set()
         self._is_new, self._looked, self._looked_for_ended = False, 0.0, 0.0
 
+    @cached_property
+    def _sockets(self) -> tuple[socket.socket, socket.socket]:
+        """What is read here, and what the processes write numbers of answers to."""
+        answers, written = socket.socketpair()
+        self._poll.register(answers, select.POLLIN)
+        return answers, written
+
     @property
     def descriptor(self) -> int:
         """What the processes write numbers of answers to."""
-        return self._written.fileno()
+        return self._sockets[1].fileno()
 
     def close(self) -> None:
         """Closes the sockets."""
-        self._answers.close()
-        self._written.close()
+        if "_sockets" in vars(self):
+            for each in self._sockets:
+                each.close()
 
     def ask(self, mask: "GrammarMask", walker: Walker, step: Iterable) -> int:
         """Adds a step of ``walker`` to its next message: its number."""
@@ -248,7 +254,7 @@ class MaskExchange:
         if timeout_s > 0:
             self._poll.poll(1e3 * timeout_s)
         try:
-            answers = self._answers.recv(2**16, socket.MSG_DONTWAIT)
+            answers = self._sockets[0].recv(2**16, socket.MSG_DONTWAIT)
         except OSError:
             answers = b""
         for number, count in struct.iter_unpack(ANSWER, answers):
