@@ -6,6 +6,7 @@ Several processes may use one file. Each API key sees its own responses only.
 import asyncio
 import logging
 import os
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -187,7 +188,8 @@ class ResponseStore:
         if not size:
             return
         if self.path is None:
-            folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="dflash-responses-"))
+            folder = tempfile.mkdtemp(prefix="dflash-responses-")
+            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
             self.path, is_temporary = Path(folder, "responses.sqlite"), True
         try:
             self._reader, self._writer = _open(self.path, at_end)
