@@ -11,7 +11,7 @@ from dflash_jax.cli.draft_marks import draft_marks
 from dflash_jax.errors import InputError
 from dflash_jax.options.generate import make_parser
 from dflash_jax.options.shared import take_model
-from dflash_jax.options.systems import llm_keywords, with_config
+from dflash_jax.options.systems import SAMPLING, llm_keywords, with_config
 from dflash_jax.parallel.devices import set_platform
 from dflash_jax.process import exit_code
 from dflash_jax.progress import starting
@@ -112,8 +112,8 @@ def write(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """To stderr."""
-    print(line, file=sys.stderr)
+    """Writes a line to stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_piece(llm, piece, show_drafts: bool) -> None:
@@ -238,13 +238,7 @@ def run(args, system) -> int:
         distributed.one_voice()
 
     params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        frequency_penalty=args.frequency_penalty,
-        presence_penalty=args.presence_penalty,
+        **{name: getattr(args, name) for name in SAMPLING},
         logit_bias=dict(args.logit_bias),
         seed=args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little"),
         max_tokens=args.max_new_tokens,

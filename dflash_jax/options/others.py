@@ -51,15 +51,12 @@ class Flag:
         return cls(tuple(names.split("/")), reason, is_refused, bool(is_on), bool(several), neutral)
 
 
-def _flags() -> tuple[Flag, ...]:
-    tables = tomllib.loads(Path(__file__).with_name("other_flags.toml").read_text(encoding="utf-8"))
-    groups = [(group, name == "refused") for name in ("nothing", "refused") for group in tables[name]]
-    return tuple(
-        Flag.read(word, group["reason"], refused) for group, refused in groups for word in group["flags"].split()
-    )
-
-
-FLAGS = _flags()
+FLAGS = tuple(
+    Flag.read(word, reason, table == "refused")
+    for table, groups in tomllib.loads(Path(__file__).with_name("other_flags.toml").read_text(encoding="utf-8")).items()
+    for reason, words in groups.items()
+    for word in words.split()
+)
 
 
 def is_neutral(value: str | bool, neutral: Sequence[str | bool]) -> bool:
