@@ -16,7 +16,7 @@ from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
 from dflash_jax.media.medium import Medium
 from dflash_jax.media.processor import ImageSettings
 from dflash_jax.media.video import VideoSettings
-from dflash_jax.workers.process import Nursery, WorkerProcess
+from dflash_jax.workers.process import Nursery
 
 CANNOT_START = "images and videos need Pillow, which does not start here"
 
@@ -99,12 +99,9 @@ class MediaDecoder:
             raise MediaError(f"it needs more than {most} to decode, or is damaged", 413) from None
         finally:
             if process is not None:
-                self._end(process)
-
-    def _end(self, process: WorkerProcess) -> None:
-        # A process without a known id ends when it reads from its closed socket, or at its limit of time.
-        process.kill()
-        process.socket.close()
+                # A process without a known id ends when it reads from its closed socket, or at its limit of time.
+                process.kill()
+                process.socket.close()
 
 
 def _memory_file() -> BinaryIO:
