@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     import httpcore
 
-    from dflash_jax.media.public_http import Target
-
 T = TypeVar("T")
 PORTS = {"http": 80, "https": 443}
 MOST_URL_CHARACTERS = 8192
@@ -163,7 +161,7 @@ class Fetcher:
         except MediaError as e:
             raise MediaError(f"{shown(url)} cannot be fetched: {e}", e.status) from None
 
-    def check(self, url: str) -> "Target":
+    def check(self, url: str) -> "httpcore.URL":
         """Checks a URL of http or https, without the network.
 
         Returns:
@@ -189,9 +187,10 @@ class Fetcher:
             raise MediaError(
                 f"the URL is {shown(url)}: only hosts of --allowed-media-domains are fetched from; {hint}", 422
             )
-        from dflash_jax.media.public_http import Target
+        import httpcore
 
-        return Target(scheme, host, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return httpcore.URL(scheme=scheme, host=host, target=path)
 
     def _file(self, url: str) -> bytes:
         """The content of a ``file:`` URL. All failures have one message, which says nothing of other files."""
