@@ -104,8 +104,6 @@ class Fetcher:
             except ImportError:
                 raise InputError("allowed_media_domains needs httpx: pip install 'dflash-jax[server]'") from None
             self._network = network or PublicNetwork()
-        self._places = asyncio.Semaphore(limits.fetches)
-        self._waiting = 0
         # Parsing a flood of tiny chunks would keep the server's loop busy for a second at a time.
         self._loop_thread = _LoopThread()
 
@@ -121,22 +119,14 @@ class Fetcher:
             kind: "image" or "video", for the limit of time.
 
         Raises:
-            MediaError: The URL is malformed or not allowed, cannot be fetched, its content is too large, or the server
-                is busy.
+            MediaError: The URL is malformed or not allowed, cannot be fetched, or its content is too large.
         """
         scheme = url[:MOST_HEADER_CHARACTERS].partition(":")[0].lower()
         if scheme == "data":
             return await asyncio.to_thread(DataUrl(url, self.limits.item_bytes).content)
-        if self._waiting >= self.limits.waiting + self.limits.fetches:
-            raise MediaError(f"{self._waiting} images and videos wait to be fetched: try again later", 503)
-        self._waiting += 1
-        try:
-            async with self._places:
-                if scheme == "file":
-                    return await asyncio.to_thread(self._file, url)
-                return await self._http(url, kind)
-        finally:
-            self._waiting -= 1
+        if scheme == "file":
+            return await asyncio.to_thread(self._file, url)
+        return await self._http(url, kind)
 
     def fetch_now(self, url: str, kind: Kind) -> bytes:
         """`fetch` for callers without an event loop, or whose loop may wait."""
