@@ -428,7 +428,7 @@ def test_one_format_for_all_that_write_and_read(tmp_path, monkeypatch):
     tasks = read_tasks([tmp_path / "humaneval.jsonl", tmp_path / "chat.jsonl"], None, 0)
     assert tasks == {"HumanEval": [[q, "And now?"] for q in questions], "chat": [[q] for q in questions]}
     tokenizer = Tokenizer(TINY / "target")
-    expected = [tokenizer.chat([{"role": "user", "content": q}]) for q in questions]
+    expected = [tokenizer.encode_plain(tokenizer.render_chat([{"role": "user", "content": q}])) for q in questions]
     for name in ("humaneval", "chat"):
         path = str(tmp_path / f"{name}.jsonl")
         assert bench_cpu.read_prompts(path, 5, str(TINY / "target")) == expected
