@@ -31,7 +31,6 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.options.generate import GenerateOptions
 from dflash_jax.options.option import option
-from dflash_jax.options.others import add_aliases
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.readers import block_size
 from dflash_jax.options.systems import with_config
@@ -113,7 +112,7 @@ def make_parser() -> Parser:
     p.add_options(BenchmarkOptions)
     p.add_options(GenerateOptions, MODELS, group=here, is_unset=True)
     p.add_options(GenerateOptions, ("config", "platform", "kernels"), group=here)
-    add_aliases(p, GenerateOptions)
+    p.add_aliases(GenerateOptions)
     return p
 
 

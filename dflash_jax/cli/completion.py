@@ -44,11 +44,7 @@ class CompletionOptions:
 
 
 make_parser = partial(
-    command_parser,
-    "completion",
-    __doc__,
-    CompletionOptions,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
+    command_parser, "completion", __doc__, CompletionOptions, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.options.generate import GenerateOptions
-from dflash_jax.options.others import add_aliases
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.train import FIELDS, TrainConfig, checked, read_toml
 from dflash_jax.parallel.devices import mesh_for, set_platform
@@ -98,7 +97,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     p.add_options(GenerateOptions, ("platform", "distributed"), group="options")
     shown = options_of(command) if command is not None else ()
     p.add_options(TrainConfig, is_unset=True, listed=shown)
-    add_aliases(p, GenerateOptions)
+    p.add_aliases(GenerateOptions)
     return p
 
 

@@ -6,7 +6,6 @@ from functools import partial
 
 from dflash_jax.options import readers
 from dflash_jax.options.option import option
-from dflash_jax.options.others import add_aliases
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.shared import CommandOptions, LLMOptions, SamplingOptions, sampling
 
@@ -58,7 +57,7 @@ def command_parser(
     parser = Parser(prog=program(command), description=description, **settings)
     parser.add_options(cls)
     parser.add_options(GenerateOptions, shared, group="options")
-    add_aliases(parser, GenerateOptions)
+    parser.add_aliases(GenerateOptions)
     return parser
 
 

@@ -1,7 +1,4 @@
-"""The names of vLLM, SGLang and transformers: adds them to a parser, and applies what they say.
-
-An option has its other names itself; other_flags.toml has the flags that mean none of our options.
-"""
+"""The flags of vLLM and SGLang that mean none of our options, and what those say that are more than another name."""
 
 import argparse
 import re
@@ -9,10 +6,8 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_jax.errors import InputError
-from dflash_jax.options.option import Add, aliases_of
 from dflash_jax.options.readers import check_speculative_config, check_speculative_flags
 
 # Values that mean "as by default" for any flag.
@@ -101,40 +96,8 @@ class _Other(argparse.Action):
             raise InputError(f"{typed} is refused: {self.reason}{hint}")
 
 
-def add_aliases(parser: argparse.ArgumentParser, cls: type, group=None) -> None:
-    """Adds the other names of the options that a parser has, hidden from ``--help``.
-
-    Each name is an action of its own, so that errors name what was typed.
-
-    Args:
-        parser: Has its own options already. A name that is one of them keeps its meaning.
-        cls: The dataclass that has the names.
-        group: Where the names go; None: the parser.
-    """
-    ours = {action.dest: action for action in parser._actions}
-    for alias in aliases_of(cls):
-        if alias.option not in ours:
-            continue
-        options: dict[str, Any] = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        action = ours[alias.option]
-        if alias.const is not None:
-            options |= {"action": "store_const", "const": alias.const}
-        elif alias.read is not None:
-            options |= {"type": alias.read}
-        else:
-            options |= {"type": action.type, "choices": action.choices}
-            if isinstance(action, Add):
-                options |= {"action": Add}
-        for name in alias.flags:
-            if name not in parser._option_string_actions:
-                (group or parser).add_argument(name, **options)
-
-
-def add_others(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Adds the aliases, and the flags of other servers that need nothing here or are refused."""
-    description = "Most are understood; docs/flags.md says what each does."
-    group = parser.add_argument_group("flags of vLLM and SGLang", description)
-    add_aliases(parser, cls, group)
+def add_others(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags of other servers that need nothing here or are refused."""
     for flag in FLAGS:
         names, neutral, options = [*flag.names], flag.neutral, {"action": _Other, "reason": flag.reason}
         if flag.neutral is None:

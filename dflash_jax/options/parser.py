@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_jax.argument_checks import shown, suggestion
 from dflash_jax.errors import InputError
-from dflash_jax.options.option import Option, options_of
+from dflash_jax.options.option import Option, aliases_of, options_of
 from dflash_jax.options.others import refuse_token, take_aliases
 
 
@@ -62,6 +62,28 @@ class Parser(argparse.ArgumentParser):
                 given["nargs"] = "?"
             groups[title].add_argument(each.flag, *each.further.split(), **given)
             self.options[name] = each
+
+    def add_aliases(self, cls: type, group: Any = None) -> None:
+        """Adds the other names of the options that the parser has, hidden from ``--help``.
+
+        Each name is an action of its own, so that errors name what was typed.
+
+        Args:
+            cls: The dataclass that has the names. A name that the parser has already keeps its meaning.
+            group: Where the names go; None: the parser.
+        """
+        for alias in aliases_of(cls):
+            if alias.option not in self.options:
+                continue
+            given: dict[str, Any] = {"type": alias.read}
+            if alias.read is None:
+                given = self.options[alias.option].arguments()
+            if alias.const is not None:
+                given = {"action": "store_const", "const": alias.const}
+            given |= {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            for name in alias.flags:
+                if name not in self._option_string_actions:
+                    (group or self).add_argument(name, **given)
 
     def parse_args(self, args=None, namespace=None):
         """Parses all arguments, under our names. Raises InputError for unknown ones, with the nearest known option."""

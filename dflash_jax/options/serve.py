@@ -180,7 +180,10 @@ def make_parser() -> ServerParser:
     """The parser of `serve`."""
     p = ServerParser(prog=program("serve"), description=DESCRIPTION)
     p.add_options(ServeOptions)
-    add_others(p, ServeOptions)
+    text = "Most are understood; docs/flags.md says what each does."
+    others = p.add_argument_group("flags of vLLM and SGLang", text)
+    p.add_aliases(ServeOptions, others)
+    add_others(others)
     return p
 
 

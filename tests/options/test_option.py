@@ -13,7 +13,6 @@ from dflash_jax.errors import InputError
 from dflash_jax.options import generate, serve, systems
 from dflash_jax.options.generate import GenerateOptions
 from dflash_jax.options.option import Add, Alias, aliases_of, faults, option, options_of
-from dflash_jax.options.others import add_aliases
 from dflash_jax.options.parser import Parser
 from dflash_jax.options.serve import ServeOptions
 from dflash_jax.options.shared import LLMOptions
@@ -49,7 +48,7 @@ class Example:
 def parse(*words: str, **defaults) -> argparse.Namespace:
     parser = Parser()
     parser.add_options(Example)
-    add_aliases(parser, Example)
+    parser.add_aliases(Example)
     parser.set_defaults(**defaults)
     return parser.parse_args(words)
 
