@@ -71,44 +71,37 @@ def _equal(a: str, b: str) -> bool:
 class _Other(argparse.Action):
     """A flag of `FLAGS`, judged under the name that the user typed."""
 
-    def __init__(self, option_strings, dest, reason="", neutral: tuple[str | bool, ...] | None = None, **options):
-        super().__init__(
-            option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
-        )
-        # None: any value needs nothing.
-        self.reason, self.neutral = reason, neutral
+    def __init__(self, option_strings, dest, flag: Flag, **settings):
+        hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        super().__init__(option_strings, argparse.SUPPRESS, **hidden, **settings)
+        self.flag = flag
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        if self.neutral is None:
+        flag, typed = self.flag, option_string or self.option_strings[0]
+        if not flag.is_refused:
             notices = getattr(namespace, "notices", ())
-            namespace.notices = (*notices, f"{option_string} needs nothing here: {self.reason}")
+            namespace.notices = (*notices, f"{typed} needs nothing here: {flag.reason}")
             return
-        typed = option_string or self.option_strings[0]
-        given = (
-            [typed.startswith("--no-")] if self.nargs == 0 else values if isinstance(values, list) else [str(values)]
-        )
-        wrong = [v for v in given if not is_neutral(v, self.neutral)]
-        if wrong:
-            is_shown = self.nargs != 0 and SECRETS.isdisjoint(self.option_strings)
+        # A switch is neutral as by default: off, or on.
+        neutral = (not flag.is_on,) if flag.neutral is None else flag.neutral
+        given = values if isinstance(values, list) else [str(values)]
+        given = [typed.startswith("--no-")] if flag.neutral is None else given
+        if wrong := [v for v in given if not is_neutral(v, neutral)]:
+            is_shown = flag.neutral is not None and SECRETS.isdisjoint(flag.names)
             typed = f"{typed} {str(wrong[0])[:60]}" if is_shown else typed
-            right = [v for v in self.neutral if isinstance(v, str)]
-            hint = f" (possible: {', '.join(right)})" if right else ""
-            raise InputError(f"{typed} is refused: {self.reason}{hint}")
+            hint = f" (possible: {', '.join(flag.neutral)})" if flag.neutral else ""
+            raise InputError(f"{typed} is refused: {flag.reason}{hint}")
 
 
 def add_others(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of other servers that need nothing here or are refused."""
     for flag in FLAGS:
-        names, neutral, options = [*flag.names], flag.neutral, {"action": _Other, "reason": flag.reason}
+        names, settings = [*flag.names], {"nargs": "*"} if flag.has_several else {}
         if flag.neutral is None:
             names = [n for name in names for n in (name, *([f"--no-{name[2:]}"] if name[:2] == "--" else []))]
             names = [n for n in names if n not in group._option_string_actions]
-            # A switch is neutral as by default: off, or on.
-            neutral = (not flag.is_on,)
-            options |= {"nargs": 0}
-        elif flag.has_several:
-            options |= {"nargs": "*"}
-        group.add_argument(*names, neutral=neutral if flag.is_refused else None, **options)
+            settings = {"nargs": 0}
+        group.add_argument(*names, action=_Other, flag=flag, **settings)
 
 
 def refuse_token(words: Sequence[str]) -> None:
