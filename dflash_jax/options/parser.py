@@ -106,7 +106,9 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r} ({hint})")
         option = self.options.get(action.dest)
         if option is not None and not option.is_good(value):
-            raise InputError(f"{action.option_strings[0]} {shown(value)}: it must be {option.right}")
+            # As typed, but for another name that gives another value.
+            flag = action.option_strings[0] if action.type == option.arguments()["type"] else option.flag
+            raise InputError(f"{flag} {shown(value)}: it must be {option.right}")
 
     def parse_known_args(self, args=None, namespace=None):
         """Parses arguments. Raises InputError for a token among them."""

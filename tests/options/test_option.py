@@ -104,12 +104,12 @@ def test_values_out_of_bounds_are_found(name, good, bad, right):
     [
         (["--size", "9"], "--size 9: it must be 1 to 8"),
         (["--width", "0"], "--width 0: it must be 1 to 8"),
-        (["--radius", "5"], "--radius 10: it must be 1 to 8"),
+        (["--radius", "5"], "--size 10: it must be 1 to 8"),
         (["--share", "nan"], "--share nan: it must be above 0 and at most 1"),
         (["--layers", "1", "-1"], "--layers -1: it must be 0 or more"),
     ],
 )
-def test_a_value_out_of_bounds_is_refused_under_the_name_that_was_typed(words, message):
+def test_a_value_out_of_bounds_is_refused_with_the_flag_that_has_it(words, message):
     with pytest.raises(InputError, match=f"^{message}$"):
         parse(*words)
 
