@@ -26,7 +26,7 @@ from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.config import BATCH_SIZES, BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.options.generate import GenerateOptions
@@ -298,8 +298,6 @@ def run(argv: list[str]) -> int:
         for each in methods:
             if each.block_size is not None and each.draft is None:
                 llm.limits.check_block_size(each.block_size)
-        from dflash_jax.engine.config import BATCH_SIZES
-
         if max(args.concurrency) > BATCH_SIZES[-1]:
             raise InputError(f"concurrency {max(args.concurrency)}: an engine has {BATCH_SIZES[-1]} slots at most")
         room = capacity(llm, tasks, asking)

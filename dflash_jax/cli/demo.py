@@ -12,6 +12,7 @@ from dflash_jax.options.option import option
 from dflash_jax.parallel.devices import set_platform
 from dflash_jax.process import exit_code
 from dflash_jax.progress import starting
+from dflash_jax.sampling_params import SamplingParams
 
 # Answered correctly and briefly by greedy decoding, and well drafted: 2.3 tokens a round of 4.
 QUESTION = "Write a Python function that checks whether a string is a palindrome."
@@ -73,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     with starting():
         set_platform(args.platform)
         from dflash_jax.frontend.compare import measure_drafting, why_plain
-        from dflash_jax.sampling_params import SamplingParams
 
     llm, is_bundled = open_pair(args.bundled, args.kernels)
     if is_bundled:

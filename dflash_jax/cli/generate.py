@@ -15,6 +15,7 @@ from dflash_jax.options.systems import SAMPLING, llm_keywords, with_config
 from dflash_jax.parallel.devices import set_platform
 from dflash_jax.process import exit_code
 from dflash_jax.progress import starting
+from dflash_jax.sampling_params import SamplingParams
 
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
 SHORTEST_S = 1e-4
@@ -233,7 +234,6 @@ def run(args, system) -> int:
     with starting():
         device = set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
-        from dflash_jax.sampling_params import SamplingParams
     if args.distributed:
         distributed.one_voice()
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dflash_jax.errors import InputError
@@ -55,8 +56,6 @@ def backend_for(device: str | None, kernels: str) -> "Backend":
     Raises:
         InputError: Triton's kernels cannot be traced, since Triton is not installed.
     """
-    from importlib.util import find_spec
-
     from dflash_jax.ops.backend import Backend
 
     if device is None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _regenerate_by_url(config: TrainConfig) -> int:
     """Runs `regenerate` on running servers: the exit code."""
-    from dataclasses import replace
-
     from dflash_jax.training.regenerate import regenerate
     from dflash_jax.training.remote import RemoteTarget
 
@@ -162,8 +161,6 @@ def check_files(command: str, config: TrainConfig) -> None:
 
 def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     """Runs one command of `train`: the exit code."""
-    from dataclasses import replace
-
     import jax
 
     if find_spec("grain") is None:
