@@ -167,12 +167,7 @@ def _resized(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 
 class _DecodedVideo:
-    """Frames that the caller has decoded.
-
-    Attributes:
-        total: Number of frames.
-        fps: Frames a second: not known.
-    """
+    """Frames that the caller has decoded, of an unknown rate."""
 
     fps = None
 
