@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 # Seconds that a server may take to start, and to end.
 START_S, END_S = 900.0, 120.0
@@ -30,8 +31,11 @@ def is_ready(url: str) -> bool:
 
 
 def machine() -> str:
-    """This machine and the date, for a report."""
-    return f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%B %-d, %Y')}"
+    """This machine, its load and the date, for a report."""
+    name = platform.machine()
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    return f"{name}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%B %-d, %Y')}"
 
 
 class ServerProcess:

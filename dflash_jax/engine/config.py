@@ -141,7 +141,7 @@ class EngineConfig:
         max_queue: Requests that may wait; None for any number. Each client has room for its share.
         trusts_priority: Whether priorities order the requests of all clients, not only those of one.
         recomputes_exactly: Whether tokens that are computed again have the same bits or differ in ties only. Then a
-            client that has more than its share of the slots gives up one for another client.
+            request that gives up its slot for another client computes its tokens again; otherwise it is copied out.
         max_decode_batch: Sequences decoded in one dispatch; 1 makes each sequence's arithmetic independent of the
             others, None is all.
         prefix_bytes: Bytes of the prefix cache on one device; 0 for none.

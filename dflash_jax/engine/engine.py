@@ -3,40 +3,31 @@
 import itertools
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from math import isnan
 
-from dflash_jax.engine.config import EngineConfig, copied_pages
+from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.masking import WAIT_S as MASK_WAIT_S
 from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import ModelRunner
-from dflash_jax.engine.pages import OnHost, Pages
-from dflash_jax.engine.prefill import Prefiller
-from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.request import NO_SLOT, Event, Request, RequestLimits, Times
 from dflash_jax.engine.results import Results, as_failure, reason, take_scores
 from dflash_jax.engine.scheduler import DecodeScheduler
+from dflash_jax.engine.slots import Slots
 from dflash_jax.engine.statistics import Statistics
-from dflash_jax.engine.turns import NEW_TOKEN, Turns, WaitingRequests
+from dflash_jax.engine.turns import NEW_TOKEN, Turns
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 
 log = logging.getLogger("dflash_jax")
 
 # Seconds that a step without other work waits for a late mask, or for a program that is being compiled.
 WAIT_S = 0.005
-# Seconds that a client waits before another one gives up a slot for it.
-SLOT_WAIT_S = 0.5
 # Requests that may have a slot or wait, if many clients use their shares, over those of one client.
 MOST_SHARES = 2
-
-
-def added(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    """The sums of two pairs."""
-    return a[0] + b[0], a[1] + b[1]
 
 
 class Engine:
@@ -74,17 +65,14 @@ class Engine:
         # Requests that have not ended, in the order of arrival.
         self._live: dict[Request, None] = {}
         self._turns = Turns()
-        self._waiting = WaitingRequests(self._turns)
-        self._by_slot: dict[int, Request] = {}
-        self.pages = Pages(self.runner, self._make_room)
-        self.prefix_cache = PrefixCache(self.config.prefix_bytes, self.config.prefix_host_bytes, self.pages)
-        self._prefiller = Prefiller(self.runner, self.pages, self.prefix_cache, self.config, self.statistics)
         self._scheduler = DecodeScheduler(self.runner, self.config, self.policy)
+        self._slots = Slots(self.runner, self.config, self._turns, self._scheduler, self.statistics, self._collect_all)
+        self._waiting, self._prefiller = self._slots.waiting, self._slots.prefiller
+        self.pages, self.prefix_cache = self._slots.pages, self._slots.prefix_cache
         self._masking = Masking(self.runner.mask_words, self.runner.aligned, self._fail_one)
         self._results = Results(
             self.runner, self._scheduler, self._masking, self.prefix_cache, self.statistics, self._end
         )
-        self._free = list(range(self.runner.slots))
         self._tickets: deque[StepTicket] = deque()
         # The step that was read last, whose events are not made yet.
         self._outcome: tuple[StepTicket, Outcome] | None = None
@@ -115,7 +103,7 @@ class Engine:
     @property
     def free_slots(self) -> int:
         """Slots without a request."""
-        return len(self._free)
+        return len(self._slots.free)
 
     @property
     def swapped(self) -> int:
@@ -263,169 +251,13 @@ class Engine:
 
     def _launch(self) -> bool:
         """Starts the device's next work; False where there is none."""
-        self._share_slots()
-        self._requeue()
-        self._swap_in()
-        self._admit()
+        self._slots.assign()
         started, prefills = self.runner.clock, self._prefill()
         batch, dispatch, handle = self._decode()
         if not prefills and dispatch is None:
             return False
         self._tickets.append(StepTicket(prefills, batch, dispatch, handle, started))
         return True
-
-    def _make_room(self, slot: int, kinds: Sequence[int]) -> bool:
-        """Takes pages of one of ``kinds`` from prefixes, or else from the last request after the one in a slot.
-
-        Returns:
-            False where there are none.
-        """
-        shard = self.runner.shard(slot)
-        if self.prefix_cache.tiers.give_up_pages(shard, kinds):
-            return True
-        request = self._by_slot[slot]
-        later = [r for r in self._in_shard(shard) if r.rank > request.rank]
-        victims = [r for r in later if r.is_resident and any(self.pages.counts(r.slot)[kind] for kind in kinds)]
-        if victims:
-            self._swap_out(max(victims, key=lambda r: r.rank))
-            return True
-        # Then prefixes that it, or one that is swapped out, would have continued.
-        has_stopped = [self._prefiller.stop_caching(r) for r in (request, *later)]
-        return any(has_stopped)
-
-    def _in_shard(self, shard: int) -> list[Request]:
-        """The requests that have a slot of a data shard."""
-        return [request for slot, request in self._by_slot.items() if self.runner.shard(slot) == shard]
-
-    def _swap_out(self, request: Request) -> None:
-        """Copies a request's pages to the host, where they wait until there is room for them.
-
-        Where the host has no memory left for them, they are given up, and the request computes its tokens again.
-        """
-        self.statistics.preemptions += 1
-        self._prefiller.stop_caching(request)
-        may_swap, copy = self._may_swap(request), None
-        while may_swap and (copy := self.pages.swap_out(request.slot)) is None:
-            may_swap = self.prefix_cache.tiers.give_up_host_memory()
-        request.swapped = copy
-        if copy is None:
-            self._give_up(request)
-
-    def _may_swap(self, request: Request) -> bool:
-        """Whether a request's pages may wait on the host beside those that do."""
-        copies = [r.swapped for r in self._by_slot.values() if isinstance(r.swapped, OnHost)]
-        counts = [self.pages.counts(request.slot), *(copy.counts for copy in copies)]
-        limit = self.config.swap_bytes
-        taken = sum(self.pages.bytes_of((copied_pages(full), copied_pages(windowed))) for full, windowed in counts)
-        return limit is None or taken <= limit
-
-    def _share_slots(self) -> None:
-        """Takes a slot from the client with the most, for one that has fewer than its share and waits for a while."""
-        if self._free or not self._waiting or not self.config.recomputes_exactly:
-            return
-        request = self._waiting.first()
-        if self.runner.clock - request.times.submitted < SLOT_WAIT_S:
-            return
-        held = Counter(each.client for each in self._by_slot.values())
-        richest = max(held, key=lambda client: held[client])
-        owned = [each for each in self._by_slot.values() if each.client == richest and each.is_resident]
-        if held[request.client] + 1 >= held[richest] or not owned:
-            return
-        victim = max(owned, key=lambda each: each.rank)
-        shard, promised = self.runner.shard(victim.slot), self._promised()
-        freed = zip(self._need(request), self.pages.counts(victim.slot), strict=True)
-        full, windowed = (max(0, need - own) for need, own in freed)
-        # Otherwise the victim would get the slot again, or it would stay free.
-        is_next = self._waiting.turn(request) < self._waiting.turn(victim)
-        if is_next and self.pages.fits(shard, (full, windowed), promised[shard]):
-            self.statistics.preemptions += 1
-            self._give_up(victim)
-
-    def _give_up(self, request: Request) -> None:
-        """Gives up a request's pages without a copy."""
-        self._prefiller.stop_caching(request)
-        request.must_recompute = True
-        self.pages.release(request.slot)
-
-    def _requeue(self) -> None:
-        """Queues requests whose pages are given up. They go on after their tokens, as if submitted with them."""
-        if not any(request.must_recompute for request in self._by_slot.values()):
-            return
-        # Chunks in flight may bring log-probabilities of a prompt that is scored anew.
-        self._events += self._collect(keep=0)
-        for request in [r for r in self._by_slot.values() if r.must_recompute]:
-            self._leave_slot(request)
-            request.slot, request.must_recompute, request.resumed = NO_SLOT, False, len(request.tokens)
-            request.prefilled, request.is_recomputed = 0, True
-            if len(request.prompt_entries) < len(request.prompt) - 1:
-                # Complete ones stay: others may be reading them with the first token.
-                request.prompt_entries = []
-            self._waiting.push(request)
-
-    def _swap_in(self) -> None:
-        """Brings pages back from the host where there is room for them beside the requests ahead."""
-        for request in sorted((r for r in self._by_slot.values() if r.swapped is not None), key=lambda r: r.rank):
-            copy = request.swapped
-            assert isinstance(copy, OnHost)
-            ahead = [r for r in self._in_shard(self.runner.shard(request.slot)) if r.rank < request.rank]
-            taken = (0, 0)
-            for other in ahead:
-                if other.is_resident:
-                    taken = added(taken, added(self.pages.counts(other.slot), self._lacking(other)))
-            # With room to go on, so that it does not leave at once. Those after it leave where they must.
-            needs = zip(self._need(request), copy.counts, taken, self.pages.pools, strict=True)
-            if all(max(n, has) + others <= pool.count for n, has, others, pool in needs if max(n, has)):
-                is_back = self.pages.swap_in(request.slot, copy)
-                request.swapped = None if is_back else copy
-
-    def _need(self, request: Request) -> tuple[int, int]:
-        """Pages of both kinds that a request needs soon: for the tokens that it has, and for some new ones."""
-        known = len(request.prompt) + len(request.tokens)
-        return self.pages.need(min(known + self.pages.size, request.need))
-
-    def _lacking(self, request: Request) -> tuple[int, int]:
-        """What a request lacks of the pages that it needs soon."""
-        has = self.pages.counts(request.slot)
-        full, windowed = (max(0, n - own) for n, own in zip(self._need(request), has, strict=True))
-        return full, windowed
-
-    def _promised(self) -> dict[int, tuple[int, int]]:
-        """By data shard, pages of both kinds that requests with a slot need soon."""
-        promised: dict[int, tuple[int, int]] = dict.fromkeys(range(self.runner.shards), (0, 0))
-        for slot, request in self._by_slot.items():
-            if request.is_resident:
-                shard = self.runner.shard(slot)
-                promised[shard] = added(promised[shard], self._lacking(request))
-        return promised
-
-    def _admit(self) -> None:
-        if not self._waiting or not self._free:
-            return
-        promised = self._promised()
-        while self._waiting and self._free:
-            request = self._waiting.first()
-            # A slot of the data shard that has the most free ones.
-            room, needs = Counter(self.runner.shard(s) for s in self._free), self._need(request)
-            shards = [shard for shard in room if self.pages.fits(shard, needs, promised[shard])]
-            slots = [s for s in self._free if self.runner.shard(s) in shards]
-            if not slots:
-                return
-            self._waiting.remove(request)
-            slot = max(slots, key=lambda s: (room[self.runner.shard(s)], -s))
-            self._free.remove(slot)
-            request.slot, self._by_slot[slot] = slot, request
-            shard = self.runner.shard(slot)
-            promised[shard] = added(promised[shard], needs)
-            self.runner.admit(slot, request)
-            if isnan(request.times.admitted):
-                request.times = replace(request.times, admitted=self.runner.clock)
-                self.statistics.prompt_tokens += len(request.prompt)
-                self._turns.spend(request.client, len(request.prompt))
-            if len(request.context) > 1:
-                block_size = request.block_size
-                self._prefiller.add(request, self._scheduler.is_drafting if block_size == "auto" else block_size > 1)
-            else:
-                self._scheduler.add(request)
 
     def _prefill(self) -> list[tuple[Request, object]]:
         """Starts prefill chunks, of the tokens that a step has left beside one decoding round."""
@@ -495,6 +327,9 @@ class Engine:
         while len(self._tickets) > keep:
             events += self._read() + self._rest()
         return events
+
+    def _collect_all(self) -> None:
+        self._events += self._collect(keep=0)
 
     def _read(self) -> list[Event]:
         """Reads the results of the oldest step: masks advance, and requests that end have their events.
@@ -580,13 +415,5 @@ class Engine:
             self._results.close_mask(request)
         request.swapped = None
         if request.slot != NO_SLOT:
-            self._leave_slot(request)
+            self._slots.leave(request)
         return Event(request, list(tokens), list(yielded), finish_reason=finish_reason, **fields)
-
-    def _leave_slot(self, request: Request) -> None:
-        """Frees a request's slot and pages, and takes it from prefill and decoding."""
-        self._free.append(request.slot)
-        del self._by_slot[request.slot]
-        self.pages.release(request.slot)
-        self._scheduler.remove(request)
-        self._prefiller.remove(request)

@@ -374,19 +374,37 @@ class Pages:
 
     # Swapping.
 
-    def swap_out(self, slot: int) -> OnHost | None:
-        """Copies all pages of a slot to the host, and takes them from the slot; None where the host has no memory."""
+    def swap_out(self, slot: int, leaves_slot: bool = False) -> OnHost | None:
+        """Copies all pages of a slot to the host, and takes them from the slot.
+
+        Args:
+            slot: The slot.
+            leaves_slot: Whether what the slot has beside pages is copied, too, so that another slot may have it.
+
+        Returns:
+            The copy; None where the host has no memory for it.
+        """
         full, windowed = self._slots[slot]
-        copy = self.to_host(Kept(self._runner.shard(slot), dict(full), dict(windowed)))
+        snapshot = self._runner.snapshot(slot) if leaves_slot else None
+        copy = self.to_host(Kept(self._runner.shard(slot), dict(full), dict(windowed), snapshot))
         if copy is not None:
             self.release(slot)
         return copy
 
-    def swap_in(self, slot: int, copy: OnHost) -> bool:
-        """Undoes `swap_out`; False where pages are missing."""
+    def swap_in(self, slot: int, copy: OnHost, length: int) -> bool:
+        """Undoes `swap_out`; False where pages are missing.
+
+        Args:
+            slot: The slot: the same, or, with all that the copy has, any.
+            copy: What `swap_out` gave.
+            length: Positions in its caches.
+        """
         if not self.has_room(slot, len(copy.pages), len(copy.windowed)):
             return False
         kept = self.to_device(copy, self._runner.shard(slot))
         self.adopt(slot, kept)
         self.drop(kept)
+        if kept.snapshot is not None:
+            self.send()
+            self._runner.restore(slot, length, kept.snapshot)
         return True

@@ -145,7 +145,7 @@ class Request:
         order: Number of its submission.
         level: Its priority, where priorities of clients are trusted; otherwise 0.
         ahead: New tokens at most that started dispatches bring and that are not in ``tokens``.
-        swapped: Its pages, while they are on the host; None otherwise.
+        swapped: Its pages, while they are on the host, and what else its slot had if that was taken; None otherwise.
         must_recompute: Whether its pages are given up without a copy. It goes back into the queue.
         is_recomputed: Whether its pages were given up once. What the prefix cache then has of it is not counted.
         prefilled: Prompt tokens in the caches.

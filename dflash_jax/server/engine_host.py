@@ -313,6 +313,7 @@ class FrontConnection:
         self._loop = self._loop or asyncio.get_running_loop()
         match record:
             case protocol.Submit():
+                self._preparing[record.number] = record.owner, set()
                 self._begin(record.number, self._submit, record)
             case protocol.Compile():
                 self._begin(record.number, self._compile, record)
@@ -321,6 +322,7 @@ class FrontConnection:
             case protocol.Leave():
                 if (task := self._calls.pop(record.number, None)) is not None:
                     task.cancel()
+                self._preparing.pop(record.number, None)
                 self._leave(record.requests)
             case protocol.Abort():
                 self._host.abort(record.owner, record.name)
@@ -368,8 +370,7 @@ class FrontConnection:
     async def _submit(self, record: protocol.Submit) -> protocol.Accepted:
         RequestContext(client=record.client).enter()
         begun: dict[int, _Live] = {}
-        aborted: set[str | None] = set()
-        self._preparing[record.number] = record.owner, aborted
+        _, aborted = self._preparing[record.number]
         try:
             seconds = [await self._prepare(record, prompt, begun) for prompt in record.prompts]
             numbers = {live.sequence.request: number for number, live in begun.items()}
@@ -380,7 +381,7 @@ class FrontConnection:
                 live.rows.leave()
             raise
         finally:
-            del self._preparing[record.number]
+            self._preparing.pop(record.number, None)
         self.live |= begun
         for live in begun.values():
             if aborted & {None, live.name}:

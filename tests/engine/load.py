@@ -128,6 +128,26 @@ def check(target, expected: tuple, found: Request, entries: list[dict]) -> None:
             np.testing.assert_allclose(list(a["top"].values()), list(b["top"].values()), atol=1e-4)
 
 
+def copying_out(engine: Engine, seed: int) -> list[tuple[Request, int]]:
+    """Has an engine copy requests out of their slots before most steps.
+
+    Returns:
+        (request, slot), to which it adds.
+    """
+    rng, copied, original = random.Random(seed), [], engine.step
+
+    def step():
+        if rng.random() < 0.8:
+            engine._collect_all()
+            if decoding := [r for r in engine._scheduler.requests if r.tokens and r.is_resident]:
+                copied.append((request := rng.choice(decoding), request.slot))
+                assert engine._slots.copy_out(request)
+        return original()
+
+    engine.step = step
+    return copied
+
+
 def run_last(engine: Engine, wanted: list[dict]) -> None:
     """Runs requests after which nothing comes: their slots have their pages still."""
     for each in wanted:

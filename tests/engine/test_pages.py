@@ -1,8 +1,10 @@
 """Pages: fewer than the slots could use, shared with prefixes, and moved to the host when they run out."""
 
 import random
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +15,12 @@ from dflash_jax.engine.config import copied_pages
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.pages import PagePool
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.slots import Slots
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops import cache
 from tests import tiny
-from tests.engine.load import CAPACITY, alone, engine_for, some_requests, under_load
+from tests.engine.load import CAPACITY, alone, copying_out, engine_for, some_requests, under_load
 from tests.engine.mock_runner import CheckedRunner, engine, expected, request, run
 from tools.token_runs import Remembering
 
@@ -186,7 +190,7 @@ def test_what_is_computed_again_is_no_hit_of_the_prefix_cache():
 @pytest.mark.parametrize("seed", range(30))
 def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_again(seed, monkeypatch):
     """In the middle of a prefill of several, or when its own is complete."""
-    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    monkeypatch.setattr(Slots, "_need", lambda self, request: self.pages.need(1))
     rng = random.Random(seed)
     pages, budget = 17 + rng.randrange(4), rng.choice([64, 160])
     loaded = engine(4, 64, pages=pages, prefill_batch_tokens=64, max_num_batched_tokens=budget)
@@ -315,7 +319,7 @@ def test_under_load_with_few_pages_requests_give_what_they_give_alone(drafting, 
     Without room on the host, requests compute their tokens again.
     """
     # Requests come without regard to what they will need, so that many move to the host.
-    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    monkeypatch.setattr(Slots, "_need", lambda self, request: self.pages.need(1))
     programs, wanted, right = drafting
     loaded = engine_for(
         programs, slots=8, pages=(10, 10), draft_window=DraftWindow(20, 3),
@@ -345,8 +349,80 @@ def test_the_state_after_swapping_is_the_same_to_the_bit(small_pages):
     copy = pages.swap_out(0)
     # Other pages than before.
     assert pages.cover(1, 0, 90)
-    assert pages.swap_in(0, copy)
+    assert pages.swap_in(0, copy, 50)
     after = pages.of_slot(0, 0, 50)
     assert after.pages.keys() == before.pages.keys()
     assert after.pages != before.pages
     np.testing.assert_array_equal(np.asarray(runner.state.target[0].k)[list(after.pages.values())], contents)
+
+
+def test_requests_that_are_copied_out_of_their_slots_give_what_they_give_alone(drafting):
+    """They come back to any slot."""
+    programs, wanted, right = drafting
+    loaded = engine_for(programs, slots=8, draft_window=DraftWindow(20, 3), prefix_bytes=200_000)
+    copied = copying_out(loaded, seed=0)
+    under_load(loaded, programs.pair[0], wanted, right, COUNT, seed=5)
+    assert len(copied) > 10
+    assert len({request for request, _ in copied}) < len(set(copied)), "all came back to the same slots"
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+def contents_of(loaded: Engine, slot: int, length: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """All that a slot has: caches up to a position, states, options and counts."""
+    runner, (full, windowed) = loaded.runner, loaded.pages._slots[slot]
+    segments = [
+        np.asarray(x)[: length - index * runner.page_size]
+        for is_windowed, pages in enumerate((full, windowed))
+        for index, page in sorted(pages.items())
+        for x in jax.tree.leaves(
+            jax.tree.map(lambda x: jnp.swapaxes(x[0], 0, 1), runner.save([page], bool(is_windowed)))
+        )
+    ]
+    state = jax.device_get(runner.state)
+    names = (
+        "length",
+        "num_cached",
+        "limit",
+        "rope_delta",
+        "done",
+        "stops",
+        "draft_window",
+        "draft_sinks",
+        "draft_start",
+    )
+    values = {name: getattr(state, name)[slot] for name in names} | {"tokens": state.tokens[slot][: length + 1]}
+    options = jax.tree.map(lambda x: x[slot], state.sampling)
+    values |= {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(options)}
+    return [*segments, *map(np.asarray, jax.tree.leaves(runner.snapshot(slot)))], values
+
+
+def test_what_a_slot_has_is_the_same_to_the_bit_in_another_slot(drafting):
+    """Keys, values, recurrent states, the drafter's context, options and counts."""
+    programs, wanted, _ = drafting
+    loaded = engine_for(programs, slots=8, draft_window=DraftWindow(20, 3), prefix_bytes=0)
+    longest = max(wanted, key=lambda each: len(each["prompt"]))
+    longest |= {"params": replace(longest["params"], max_tokens=26, ignore_eos=True), "stops": ()}
+    one, other = (Request(**longest, block_size=3) for _ in range(2))
+    loaded.submit(one)
+    while not one.tokens:
+        loaded.step()
+    loaded._events += loaded._collect(keep=0)
+    length = len(one.prompt) + len(one.tokens) - 1
+    before, slot = contents_of(loaded, one.slot, length), one.slot
+    assert loaded._slots.copy_out(one)
+    loaded._slots.waiting.remove(one)
+    loaded.submit(other)
+    loaded._slots._admit()
+    loaded._slots.waiting.push(one)
+    loaded._slots._admit()
+    loaded._slots._swap_in()
+    assert (other.slot, one.slot != slot, one.is_resident) == (slot, True, True)
+    after = contents_of(loaded, one.slot, length)
+    for x, y in zip(before[0], after[0], strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert before[1].keys() == after[1].keys()
+    for name, x in before[1].items():
+        np.testing.assert_array_equal(x, after[1][name], name)
+    run(loaded)
+    assert one.tokens == other.tokens
+    assert len(one.tokens) == 26

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax.engine import engine as engine_module
+from dflash_jax.engine import slots as slots_module
 from dflash_jax.engine.turns import KEPT_ACCOUNTS, Turns
 from dflash_jax.errors import QueueFullError
 from tests.engine.mock_runner import engine, expected, request, run
@@ -110,16 +110,20 @@ def test_a_prompt_of_a_second_client_is_prefilled_after_one_chunk_of_the_first()
 
 def slots_of(e) -> dict:
     held = {}
-    for r in e._by_slot.values():
+    for r in e._slots._by_slot.values():
         held[r.client] = held.get(r.client, 0) + 1
     return held
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(is_exact, monkeypatch):
-    """Where computing tokens again is exact; texts stay the same."""
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
-    e = engine(slots=4, recomputes_exactly=is_exact)
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [({"recomputes_exactly": True, "swap_bytes": 0}, 2), ({}, 2), ({"swap_bytes": 0}, 0)],
+    ids=["computed again", "copied", "no memory"],
+)
+def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(options, taken, monkeypatch):
+    """By computing tokens again where that is exact, or by a copy where the host has memory; texts stay the same."""
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
+    e = engine(slots=4, **options)
     many = [request([i + 1, 7], 300, client="a") for i in range(6)]
     submit(e, *many)
     for _ in range(3):
@@ -128,15 +132,17 @@ def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(is_exact, monkeypa
     submit(e, *others)
     for _ in range(4):
         e.step()
-    assert slots_of(e).get("b", 0) == (2 if is_exact else 0)
+    assert slots_of(e).get("b", 0) == taken
     run(e)
     for r in (*many, *others):
         assert r.tokens == expected(r.prompt, r.params.max_tokens)
-    assert e.statistics.preemptions == (2 if is_exact else 0)
+    assert e.statistics.preemptions == taken
+    is_copied = [entry[0] for entry in e.runner.log].count("restore")
+    assert is_copied == (0 if "recomputes_exactly" in options else taken)
 
 
 def test_no_slot_is_taken_from_a_client_that_has_its_share(monkeypatch):
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=3, recomputes_exactly=True)
     submit(e, *(request([i + 1, 7], 50, client="abc"[i % 3]) for i in range(9)))
     run(e)
@@ -165,7 +171,7 @@ LONG = [[i + 1, 7] for i in (2, 12, 13, 14, 16)]
 
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_no_slot_is_given_up_that_would_go_back_to_its_request(is_trusted, monkeypatch):
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=4, recomputes_exactly=True, trusts_priority=is_trusted)
     if is_trusted:
         late = request(LONG[4], 10, client="b", priority=5)
@@ -191,7 +197,7 @@ def test_no_slot_is_given_up_that_would_go_back_to_its_request(is_trusted, monke
 
 
 def test_no_slot_is_given_up_for_a_prompt_whose_pages_do_not_fit(monkeypatch):
-    monkeypatch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=4, recomputes_exactly=True, pages=280)
     many = [request(prompt, 239, client="a") for prompt in LONG[:4]]
     submit(e, *many)
@@ -227,16 +233,17 @@ def test_a_step_of_many_chunks_gives_them_by_turns():
     run(e)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2), st.integers(1, 9)), max_size=40), st.integers(0, 9))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2), st.integers(1, 9)), max_size=40), st.integers(0, 15))
 def test_every_request_ends_whatever_clients_send_and_abort(sent, seed):
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "SLOT_WAIT_S", 0.0)
+        patch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
         check_ends(sent, seed, rng)
 
 
 def check_ends(sent, seed: int, rng: random.Random) -> None:
-    e = engine(slots=2, recomputes_exactly=True, trusts_priority=bool(seed % 2), pages=12)
+    options = {"recomputes_exactly": seed % 4 > 1, "swap_bytes": 200 if seed % 8 > 3 else None}
+    e = engine(slots=2, trusts_priority=bool(seed % 2), pages=12, **options)
     requests = [request(range(1, 1 + 3 * n), n, client=client, priority=priority) for client, priority, n in sent]
     for r in requests:
         e.submit(r)
@@ -246,5 +253,6 @@ def check_ends(sent, seed: int, rng: random.Random) -> None:
             e.step()
     run(e)
     assert all(r.finish_reason for r in requests)
+    assert all(r.tokens == expected(r.prompt, r.params.max_tokens) for r in requests if r.finish_reason != "abort")
     assert not e._turns.active
     assert not len(e._waiting)

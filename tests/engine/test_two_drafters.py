@@ -20,10 +20,10 @@ from dflash_jax.decoding.state import Settings, map_caches
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, Speculation, speculations_of
 from dflash_jax.engine.dispatch import Dispatch, round_settings
-from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.slots import Slots
 from dflash_jax.engine.warm_up_tasks import AllAllowed
 from dflash_jax.models.drafter import DraftVocabulary
 from dflash_jax.models.drafting import proposing, together
@@ -74,7 +74,7 @@ def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case, m
     # Else there is one sequence at a time where a drafter is left out.
     monkeypatch.setattr(Speculation, "may_run", lambda self, batch_size: True)
     # Requests are admitted without regard to the pages that they will need.
-    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    monkeypatch.setattr(Slots, "_need", lambda self, request: self.pages.need(1))
     engine = engine_for(programs, slots=4, speculations=SPECULATIONS, pages=(9, 9))
     rng, used = random.Random(0), Counter()
 
@@ -96,7 +96,7 @@ def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case, m
     engine.submit(swapped)
     while not swapped.tokens:
         engine.step()
-    engine._swap_out(swapped)
+    engine._slots.swap_out(swapped)
     # Else it may find its pages as it left them.
     stale = map_caches(lambda each: replace(each, v=jnp.full_like(each.v, 9.0)), engine.runner.state)
     engine.runner.state = stale

@@ -18,10 +18,10 @@ from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import Speculation, speculations_of
 from dflash_jax.engine.dispatch import Dispatch
-from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.slots import Slots
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
@@ -30,7 +30,7 @@ from dflash_jax.ops import attention, cache, cache_write
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
-from tests.engine.load import alone, engine_for, run_last, some_requests, under_load
+from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
 from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
 from tests.mtp_context import assert_context, of_one_device, rows_with_context
@@ -300,7 +300,7 @@ def test_the_engine_on_a_mesh_under_load(layout):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (4,))
         # Requests come without regard to what they will need, so that many move to the host.
-        patch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+        patch.setattr(Slots, "_need", lambda self, request: self.pages.need(1))
         patch.setattr(cache, "PAGE_SIZE", 16)
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         cut = on(layout, target, abstract_decoder)
@@ -309,10 +309,14 @@ def test_the_engine_on_a_mesh_under_load(layout):
         engine = engine_for(Executables(cut, both), slots=8, speculations=speculations, **options)
         engine.policy.choose = lambda batch_size, acceptances, allowed=speculations, *_: rng.choice(allowed)
         under_load(engine, target, wanted, expected, 40, seed=1)
+        swaps, copied = engine.statistics.preemptions, copying_out(engine, seed=0)
+        under_load(engine, target, wanted, expected, 10, seed=2)
+    shards = [(request, engine.runner.shard(slot)) for request, slot in copied]
+    assert len({request for request, _ in shards}) < len(set(shards)), "all came back to the same data shards"
     k = engine.runner.state.target[-1].k
     each = 16 // layout.decode_context_parallel
     assert {part.data.shape for part in k.addressable_shards} == {(12, 1, each, k.shape[-1])}
-    assert engine.statistics.preemptions > 0
+    assert swaps > 0
     assert engine.statistics.cached_tokens > 0
     assert engine.prefix_cache.tiers.host.hits > 0
     assert engine.free_slots == 8

@@ -54,6 +54,8 @@ def wait_until(holds, seconds: float = 120) -> bool:
     return found
 
 
+# Turns of the event loop within which an event of the engine is a piece of its stream.
+TURNS = 20
 # Servers of each host.
 USES: Counter[EngineHost] = Counter()
 
@@ -107,15 +109,20 @@ class Running:
 
     def kill(self) -> None:
         """Ends it as SIGKILL does: nothing listens any more, and all connections break."""
-        listening = self._server.servers[0]
+        listening, loop = self._server.servers[0], self.loop
 
         def end():
             listening.close()
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
 
-        listening.get_loop().call_soon_threadsafe(end)
+        loop.call_soon_threadsafe(end)
         self.stop()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of its thread."""
+        return self._server.servers[0].get_loop()
 
     def idle(self) -> bool:
         """Whether every slot comes back."""
@@ -175,6 +182,26 @@ def quiet(server):
     """The server, with nothing left in it afterwards."""
     yield server
     assert server.idle()
+
+
+@pytest.fixture
+def stepwise(quiet, monkeypatch):
+    """The server, whose engine makes a step only after the event loop has taken what the last one yielded.
+
+    Otherwise a busy machine merges the events of many steps into one piece of a stream.
+    """
+    engine, loop = quiet.host.engine.engine, quiet.loop
+
+    async def take_turns():
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    def step(original=engine.step):
+        asyncio.run_coroutine_threadsafe(take_turns(), loop).result()
+        return original()
+
+    monkeypatch.setattr(engine, "step", step)
+    return quiet
 
 
 @pytest.fixture

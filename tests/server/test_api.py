@@ -165,13 +165,13 @@ def test_sglangs_generate_gives_what_the_library_gives(quiet, llm):
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_stream_of_generate_has_each_logprob_once(quiet, monkeypatch, incremental):
+def test_a_stream_of_generate_has_each_logprob_once(stepwise, monkeypatch, incremental):
     """Text and tokens so far, as SGLang's, or what is new; no log-probability comes twice in either."""
-    monkeypatch.setattr(quiet.serving, "additions", Additions(incremental=incremental))
+    monkeypatch.setattr(stepwise.serving, "additions", Additions(incremental=incremental))
     body = {"text": "def f(x):", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-    expected = quiet.post("/generate", **body).json()
-    with quiet.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
+    expected = stepwise.post("/generate", **body).json()
+    with stepwise.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     assert len(events) > 1
     names = [f"{side}_{kind}_logprobs" for side in ("output", "input") for kind in ("token", "top")]
@@ -219,7 +219,7 @@ def test_generate_reads_a_prompt_alone(quiet, stop):
     assert last == {0: 0, 1: 2}
 
 
-def test_a_stream_ends_once_however_far_ahead_the_engine_is(quiet, monkeypatch):
+def test_a_stream_ends_once_however_far_ahead_the_engine_is(stepwise, monkeypatch):
     """The client reads when all is long done."""
     real, answers = Serving.pieces, []
 
@@ -234,7 +234,7 @@ def test_a_stream_ends_once_however_far_ahead_the_engine_is(quiet, monkeypatch):
         asked = body if path == "/v1/completions" else {**body, "messages": MESSAGES}
         if path != "/v1/completions":
             del asked["prompt"]
-        with quiet.http.stream("POST", path, json=asked) as response:
+        with stepwise.http.stream("POST", path, json=asked) as response:
             lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
         reasons = [choice["finish_reason"] for line in lines for choice in line["choices"]]
         assert reasons[-1] == "length"
