@@ -256,7 +256,9 @@ class MockRunner(MockCopies, ModelRunner):
         return np.array([[0, *self.text(row.seed, row.known, size - 1)] for row in rows], np.int32)
 
     def drawn(self, dispatch: Dispatch, blocks: np.ndarray, allowed: np.ndarray, is_late: np.ndarray) -> list[Rounds]:
-        """Draws the tokens of a round: the drafts that are allowed, up to the lowest allowed token in place of another.
+        """Draws the tokens of a round: the drafts that are allowed, and after them the text's own next token.
+
+        Where that is not allowed, the lowest allowed token takes its place.
 
         Args:
             dispatch: The round.
@@ -265,21 +267,24 @@ class MockRunner(MockCopies, ModelRunner):
             is_late: bool [slots], slots that skip the round.
         """
         rows = [self.rows[slot] for slot in dispatch.slots]
-        own = [self.text(row.seed, row.known + blocks.shape[1] - 1, 1) for row in rows]
-        drafts = np.concatenate([blocks[:, 1:], np.array(own, blocks.dtype)], 1)
-        words = np.take_along_axis(allowed, np.maximum(drafts, 0)[..., None] >> 5, 2)[..., 0]
-        is_allowed = (words >> (drafts & 31).astype(np.uint32) & 1 == 1) & (drafts >= 0)
+        own = np.array([self.text(row.seed, row.known, blocks.shape[1]) for row in rows], blocks.dtype)
+        words = np.take_along_axis(allowed, own[..., None] >> 5, 2)[..., 0]
+        is_allowed = words >> (own & 31).astype(np.uint32) & 1 == 1
+        # After the last draft, the text's own token is a draft of itself.
+        is_good = is_allowed & (np.concatenate([blocks[:, 1:], own[:, -1:]], 1) == own)
         results = []
-        for row, block_size, masks, draft, good, late in zip(
-            rows, dispatch.block_sizes, allowed, drafts.tolist(), is_allowed, is_late, strict=True
+        for i, (row, block_size, masks, late) in enumerate(
+            zip(rows, dispatch.block_sizes, allowed, is_late, strict=True)
         ):
             most = min(block_size, self.tokens, row.most - row.known)
             if late or not most:
                 results.append(Rounds([], [], not most))
                 continue
-            count = most if good[:most].all() else int(good.argmin())
-            tokens = draft[:count]
-            if count < most:
+            count = most if is_good[i, :most].all() else int(is_good[i].argmin())
+            tokens = own[i, :count].tolist()
+            if count < most and is_allowed[i, count]:
+                tokens.append(int(own[i, count]))
+            elif count < most:
                 bits = np.unpackbits(masks[count].view(np.uint8), bitorder="little")
                 tokens.append(int(bits.argmax()) if bits.any() else NOTHING_ALLOWED)
             row.known += len(tokens)

@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 # Seconds that a server may take to start, and to end.
@@ -44,15 +44,16 @@ class ServerProcess:
     Args:
         command: The words of its command.
         port: The port on which it listens.
+        environment: Its environment; None: that of this process.
 
     Attributes:
         url: Its address.
         process: The process.
     """
 
-    def __init__(self, command: Sequence[str], port: int):
+    def __init__(self, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None):
         self.command, self.url = list(command), f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(self.command)
+        self.process = subprocess.Popen(self.command, env=environment)
 
     @classmethod
     def of(cls, name: str, words: Sequence[str]) -> "ServerProcess":

@@ -10,39 +10,39 @@ The clients are a process of their own on the same processors. A table on stdout
 
 import argparse
 import asyncio
-import gc
 import json
+import os
 import random
 import re
 import statistics
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.engine.config import EngineConfig, prefill_config, speculations_of
-from dflash_jax.engine.engine import Engine
-from tools.mock_runner import MockRunner
-from tools.server_process import machine
+from dflash_jax.engine.service import AsyncEngine
+from tools.mock_engine import Figures, MockDevice
+from tools.server_process import ServerProcess, free_port, is_ready, machine
 
 INTRODUCTION = """# What the host costs
 
 `python scripts/bench/host.py --streams {streams}`, {machine}. A mock device: a round takes {round_ms:g} ms and yields
 {tokens} tokens of each sequence, whatever the batch; requests of {new_tokens} new tokens on average. Gaps: how long the
-device has nothing to do before a piece of work. Processor time per token: of the engine's thread, of all other threads
-of the server, and of the clients; without the processes of grammars.
+device has nothing to do before a piece of work. Processor time in µs a token: of the engine's thread, of its process,
+of the fronts, of all other processes of the server (grammars among them), and of the clients.
 
 """
 PROMPTS = ["def read_config(path):", "class Parser:", "import os\n", "def main(argv):"]
 # A grammar that forbids little and lets nothing end early.
 FORM = "(?s:.){1,100000}"
-BLOCK = 8
 CHUNK = 16
+# Of whose processor time.
+KINDS = ("engine", "front", "other", "client")
 # The beginning of a good answer, the end of one in chunks, and how much of an answer is kept to look at.
 GOOD, END, TAIL = b"HTTP/1.1 200", b"\r\n0\r\n\r\n", 2048
 
@@ -135,159 +135,138 @@ async def differences(read: Callable[[], float], args) -> float:
     return read() - before
 
 
-def vocabulary(llm: LLM) -> list[int]:
-    """Tokens of printable ASCII, without tags such as ``<think>``."""
-    assert llm.tokenizer is not None
-    texts = {token: llm.tokenizer.token_bytes(token) for token in range(llm.config.vocab_size)}
-    return [token for token, text in texts.items() if re.fullmatch(rb"[ -;=-~]+", text)]
+class Direct:
+    """The engine driven by tasks of this process, without a server.
+
+    Args:
+        args: The arguments.
+        llm: The model.
+        streams: How many tasks.
+    """
+
+    def __init__(self, args, llm: LLM, streams: int):
+        self._args, self._llm, self._streams = args, llm, streams
+
+    async def measure(self) -> dict:
+        """The row."""
+        engine, args = device_of(self._args, self._streams).engine(self._llm), self._args
+        figures = Figures(engine)
+        async with AsyncEngine(engine) as service:
+            figures.start()
+
+            async def ready(i: int) -> Ask:
+                async def ask(seed: int, count: int) -> None:
+                    params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.7, seed=seed)
+                    request = self._llm.new_sequence(PROMPTS[i % len(PROMPTS)], params, "auto").request
+                    async for _ in service.submit(request):
+                        pass
+                    assert len(request.tokens) == count
+
+                return ask
+
+            began = time.perf_counter() + args.warm_up
+            others = asyncio.create_task(differences(time.process_time, args))
+            rate = await closed_loop(ready, args, self._streams)
+            window = window_of(figures.stop(), began, began + args.seconds)
+        return row(args, self._streams, "engine", rate, window, {"engine": await others})
 
 
-def mock_engine(llm: LLM, args, slots: int) -> Engine:
-    """An engine of the model's vocabulary on a device that is a clock."""
-    runner = MockRunner(
-        slots,
-        2 * args.new_tokens,
-        round_s=args.round_ms / 1000,
-        tokens=args.tokens,
-        vocabulary=vocabulary(llm),
-        vocab_size=llm.config.vocab_size,
-    )
-    options = {"max_queue": 1024, "prefix_bytes": runner.pages[0] * runner.page_bytes[0] // 2, "masks": True}
-    return Engine(runner, EngineConfig(speculations_of((BLOCK,)), **prefill_config("gpu", True), **options))
+def device_of(args, streams: int, figures: str = "") -> MockDevice:
+    """The device that the arguments describe."""
+    return MockDevice(streams, 2 * args.new_tokens, args.round_ms / 1000, args.tokens, figures)
 
 
-class Measurement:
-    """One engine, its server, and what its process and threads take."""
-
-    def __init__(self, args, host, url: str, streams: int):
-        self.args, self.host, self.url, self.streams = args, host, url, streams
-        self.runner, self.statistics = host.engine.engine.runner, host.engine.engine.statistics
-
-    async def directly(self) -> dict:
-        """The engine driven by tasks of this process."""
-
-        async def ready(i: int) -> Ask:
-            async def ask(seed: int, count: int) -> None:
-                params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.7, seed=seed)
-                request = self.host.llm.new_sequence(PROMPTS[i % len(PROMPTS)], params, "auto").request
-                async for _ in self.host.engine.submit(request):
-                    pass
-                assert len(request.tokens) == count
-
-            return ask
-
-        rate, window = await asyncio.gather(closed_loop(ready, self.args, self.streams), self._window())
-        return self._row("engine", rate, window)
-
-    async def over_http(self, grammar: bool) -> dict:
-        """Clients in a process of their own, which stream."""
-        command = [sys.executable, __file__, "--client", self.url, "--streams", str(self.streams)]
-        command += [
-            "--new-tokens",
-            self.args.new_tokens,
-            "--warm-up",
-            self.args.warm_up,
-            "--seconds",
-            self.args.seconds,
-        ]
-        command += ["--grammar"] * grammar
-        process = await asyncio.create_subprocess_exec(*map(str, command), stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        await process.stdout.readline()
-        window = await self._window()
-        out, _ = await process.communicate()
-        if process.returncode:
-            raise SystemExit("error: the clients have failed")
-        found = json.loads(out)
-        return self._row("http and a grammar" if grammar else "http", found["rate"], window, found["client_s"])
-
-    def _figures(self) -> dict[str, float]:
-        (thread,) = (each for each in threading.enumerate() if each.name == "engine")
-        assert thread.ident is not None
-        engine_s = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-        return {
-            "engine_s": engine_s,
-            "others_s": time.process_time() - engine_s,
-            "host_s": self.statistics.host_s,
-            "dispatches": sum(self.statistics.dispatches.values()),
-            "gaps": len(self.runner.gaps),
-        }
-
-    async def _window(self) -> dict:
-        """What the figures of this process grow by in the time that counts."""
-        await asyncio.sleep(self.args.warm_up)
-        before = self._figures()
-        await asyncio.sleep(self.args.seconds)
-        after = self._figures()
-        gaps = self.runner.gaps[int(before["gaps"]) : int(after["gaps"])]
-        parts = statistics.quantiles(gaps or [0.0, 0.0], n=100, method="inclusive")
-        return {name: after[name] - before[name] for name in after} | {"gap_p50": parts[49], "gap_p99": parts[98]}
-
-    def _row(self, line: str, rate: float, window: dict, client_s: float | None = None) -> dict:
-        args, micro = self.args, 1e6 / (rate * self.args.seconds)
-        # A request's rounds, and its chunk of prefill, which no other decodes beside.
-        token_s = args.round_ms / 1000 / args.tokens / self.streams + self.runner.prefill_s * CHUNK / args.new_tokens
-        return {
-            "streams": self.streams,
-            "line": line,
-            "tokens_per_s": rate,
-            "device_tokens_per_s": 1 / token_s,
-            "share": rate * token_s,
-            "gap_p50_ms": 1000 * window["gap_p50"],
-            "gap_p99_ms": 1000 * window["gap_p99"],
-            "host_ms_a_dispatch": 1000 * window["host_s"] / max(window["dispatches"], 1),
-            "engine_us_a_token": window["engine_s"] * micro,
-            "server_us_a_token": window["others_s"] * micro,
-            "client_us_a_token": None if client_s is None else client_s * micro,
-        }
+def window_of(figures: dict, began: float, ended: float) -> dict:
+    """What the figures of an engine grow by in a time."""
+    inside = [sample for sample in figures["samples"] if began <= sample[0] <= ended]
+    first, last = inside[0], inside[-1]
+    gaps = figures["gaps"][first[4] : last[4]]
+    parts = statistics.quantiles(gaps or [0.0, 0.0], n=100, method="inclusive")
+    engine_s, host_s, dispatches = (last[i] - first[i] for i in (1, 2, 3))
+    return {"engine_s": engine_s, "host_s": host_s, "dispatches": dispatches, "p50": parts[49], "p99": parts[98]}
 
 
-async def measure(args, llm: LLM, streams: int) -> list[dict]:
-    """The rows of so many streams."""
-    import uvicorn
+def processor_s(pid: int) -> dict[str, float]:
+    """Processor seconds of a server's processes so far: of its engine, its fronts, and all others."""
+    found, waiting = {"engine": 0.0, "front": 0.0, "other": 0.0}, [pid]
+    for pid in waiting:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        except OSError:
+            continue
+        waiting += map(int, chain(*children))
+        is_supervisor = b"--port" in command
+        kinds = {"engine": b"mock_engine" in command and not is_supervisor, "front": b"front_process" in command}
+        kind = next((kind for kind, is_kind in kinds.items() if is_kind), "other")
+        found[kind] += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return found
 
-    from dflash_jax.engine.service import AsyncEngine
-    from dflash_jax.server.app import build
-    from dflash_jax.server.connections import protocol
-    from dflash_jax.server.engine_host import EngineHost, in_process
-    from dflash_jax.server.serving import Serving
 
-    host = EngineHost(llm, AsyncEngine(mock_engine(llm, args, streams)), "mock")
-    host.set_ready()
-    serving = Serving(llm, in_process(host), ["mock"])
-    serving.prepare()
-    host.start_workers()
-    options = {"lifespan": "off", "log_level": "warning", "ws": "none", "access_log": False}
-    # uvicorn calls it, and a class is not needed for that.
-    http = cast("type[asyncio.Protocol]", protocol())
-    server = uvicorn.Server(uvicorn.Config(build(serving), port=0, http=http, **options))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.05)
-    # As the server does.
-    gc.collect()
-    gc.freeze()
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    measurement = Measurement(args, host, url, streams)
-    try:
-        rows = [await measurement.directly(), await measurement.over_http(False)]
-        return [*rows, *([await measurement.over_http(True)] if host.grammar else [])]
-    finally:
-        server.should_exit = True
-        await task
-        host.engine.stop()
-        host.stop_workers()
-        serving.stop_workers()
+async def over_http(args, streams: int, grammar: bool) -> dict:
+    """The row of a server, and of clients in a process of their own, which stream."""
+    with tempfile.TemporaryDirectory() as folder:
+        figures, port = Path(folder) / "figures.json", free_port()
+        command = [sys.executable, "-m", "tools.mock_engine", "--bundled", "--port", str(port)]
+        command += ["--api-server-count", str(args.fronts), "--log-level", "error"]
+        environment = device_of(args, streams, str(figures)).environment
+        with ServerProcess(command, port, environment) as server:
+            await asyncio.to_thread(server.wait_until, lambda: is_ready(server.url))
+            rate, client_s, began, used = await asked(args, server, streams, grammar)
+            server.stop()
+        window = window_of(json.loads(figures.read_text()), began, began + args.seconds)
+    return row(args, streams, "http and a grammar" if grammar else "http", rate, window, used | {"client": client_s})
+
+
+async def asked(args, server: ServerProcess, streams: int, grammar: bool) -> tuple[float, float, float, dict]:
+    """(tokens per second, processor seconds of the clients, when the time began that counts, those of the server)."""
+    words = ["--client", server.url, "--streams", streams, "--new-tokens", args.new_tokens]
+    words += ["--warm-up", args.warm_up, "--seconds", args.seconds, *["--grammar"] * grammar]
+    command = map(str, (sys.executable, __file__, *words))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    began = time.perf_counter() + args.warm_up
+    await asyncio.sleep(args.warm_up)
+    before = processor_s(server.process.pid)
+    await asyncio.sleep(args.seconds)
+    after = processor_s(server.process.pid)
+    out, _ = await process.communicate()
+    if process.returncode:
+        raise SystemExit("error: the clients have failed")
+    found = json.loads(out)
+    return found["rate"], found["client_s"], began, {kind: after[kind] - before[kind] for kind in after}
+
+
+def row(args, streams: int, line: str, rate: float, window: dict, used: dict[str, float]) -> dict:
+    """A row of the table; ``used``: processor seconds."""
+    micro = 1e6 / (rate * args.seconds)
+    # A request's rounds, and its chunk of prefill, which no other decodes beside.
+    device = device_of(args, streams)
+    token_s = device.round_s / device.tokens / streams + device.prefill_s * CHUNK / args.new_tokens
+    found = {
+        "streams": streams,
+        "line": line,
+        "tokens_per_s": rate,
+        "device_tokens_per_s": 1 / token_s,
+        "share": rate * token_s,
+        "gap_p50_ms": 1000 * window["p50"],
+        "gap_p99_ms": 1000 * window["p99"],
+        "host_ms_a_dispatch": 1000 * window["host_s"] / max(window["dispatches"], 1),
+        "engine_thread_us": window["engine_s"] * micro,
+    }
+    return found | {f"{kind}_us": used[kind] * micro if kind in used else None for kind in KINDS}
 
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     head = ["streams", "line", "tokens/s", "of the device's", "gap p50 ms", "gap p99 ms", "host ms a dispatch"]
-    head += ["engine µs a token", "server µs a token", "client µs a token"]
+    head += ["thread µs", "engine µs", "fronts µs", "others µs", "clients µs"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for streams in dict.fromkeys(row["streams"] for row in rows):
         mine = [row for row in rows if row["streams"] == streams]
-        lines.append(f"| {streams} | device | {mine[0]['device_tokens_per_s']:.0f} | 1.00 |" + "  |" * 6)
+        lines.append(f"| {streams} | device | {mine[0]['device_tokens_per_s']:.0f} | 1.00 |" + "  |" * 8)
         for row in mine:
             figures = [f"{row['tokens_per_s']:.0f}", f"{row['share']:.2f}"]
             figures += ["" if row[name] is None else f"{row[name]:.2f}" for name in list(row)[5:]]
@@ -301,6 +280,7 @@ def main() -> None:
     p.add_argument("--new-tokens", type=int, default=512, metavar="N", help="of a request, on average")
     p.add_argument("--round-ms", type=float, default=6.0, metavar="MS", help="of the device (default: %(default)s)")
     p.add_argument("--tokens", type=int, default=4, metavar="N", help="of a round (default: %(default)s)")
+    p.add_argument("--fronts", type=int, default=1, metavar="N", help="of the server (default: %(default)s)")
     p.add_argument("--warm-up", type=float, default=2.0, metavar="S", help="default: %(default)s")
     p.add_argument("--seconds", type=float, default=6.0, metavar="S", help="of each line (default: %(default)s)")
     p.add_argument("--out", type=Path, metavar="PATH", help="writes PATH.md and PATH.json")
@@ -310,11 +290,13 @@ def main() -> None:
     if args.client:
         asyncio.run(clients(args))
         return
-    if find_spec("uvicorn") is None:
-        p.error('this needs the extra server: pip install "dflash-jax[server]"')
     llm, rows = LLM(slots=1), []
     for streams in args.streams:
-        rows += asyncio.run(measure(args, llm, streams))
+        rows.append(asyncio.run(Direct(args, llm, streams).measure()))
+    # It would have the processors' caches.
+    del llm
+    for streams in args.streams:
+        rows += [asyncio.run(over_http(args, streams, grammar)) for grammar in (False, True)]
     print(table(rows))
     if args.out:
         streams = " ".join(map(str, args.streams))
