@@ -10,7 +10,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from os import environ
-from typing import Protocol, Self, TextIO, cast
+from typing import TYPE_CHECKING, Self, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # Seconds before a step is shown.
 DELAY_S = 2.0
@@ -70,28 +73,6 @@ def _write_line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class Bar(Protocol):
-    """What callers use of a tqdm.
-
-    Attributes:
-        n: Units so far.
-    """
-
-    n: float
-
-    def __iter__(self) -> Iterator: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *error) -> bool | None: ...
-    def update(self, n: float | None = 1) -> bool | None:
-        """Adds ``n`` units."""
-
-    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """Sets the text at the end of the bar."""
-
-    def write(self, s: str, file: TextIO | None = None) -> None:
-        """Writes a line above the bar, to stdout if ``file`` is None."""
-
-
 class QuietBar:
     """A bar that writes one line, or nothing. It does not import tqdm, which machines with JAX alone lack.
 
@@ -143,7 +124,7 @@ def bar(
     line: str | None = None,
     disable: bool = False,
     **options,
-) -> Bar:
+) -> "tqdm | QuietBar":
     """A bar with the remaining time, over ``items`` or for calls of ``update``; a context manager.
 
     Args:
@@ -165,7 +146,7 @@ def bar(
     from tqdm import tqdm
 
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
-    bar = tqdm(
+    return tqdm(
         items,
         desc=description,
         total=total,
@@ -177,7 +158,6 @@ def bar(
         nrows=24,
         **(scale | options),
     )
-    return cast("Bar", bar)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A front speaks HTTP and text; an engine knows tokens. Records are msgpack on a s
 both are in one process. A front numbers its requests and its calls; an engine's records name them by these numbers.
 """
 
+import json
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from dflash_jax.sampling_params import SamplingParams
 
+# Longest schema, regular expression or grammar, in characters.
+MOST_CHARACTERS = 65536
 # Steps of images and videos before a request is submitted, as `Prompt.preparation` counts their seconds.
 MEDIA_STEPS = {
     "fetch": "Images and videos of a request: all fetched.",
@@ -33,17 +36,35 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class Form(msgspec.Struct, array_like=True, frozen=True):
-    """The form that a text must have: a `Constraint`.
+    """The form that a text must have.
 
     Attributes:
-        kind: Its kind.
-        value: Its value as JSON.
+        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice", "structural_tag" or
+            "calls".
+        value: Its value as JSON; its type depends on the kind.
         field: The request's field, for errors.
     """
 
     kind: str
     value: str
     field: str
+
+    @classmethod
+    def of(cls, kind: str, value: Any, field: str) -> "Form":
+        """The form of a value of JSON's types.
+
+        Raises:
+            InputError: It is too long, or nested too deeply.
+        """
+        try:
+            # Keys are not sorted: the grammar follows the order of a schema's properties.
+            text = json.dumps(value)
+        except RecursionError:
+            raise InputError(f"{field} is nested too deeply") from None
+        length = len(value if isinstance(value, str) else text)
+        if length > MOST_CHARACTERS:
+            raise InputError(f"{field} has {length} characters: at most {MOST_CHARACTERS} are possible")
+        return cls(kind, text, field)
 
 
 class CallEnd(msgspec.Struct, array_like=True, frozen=True):

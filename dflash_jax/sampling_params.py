@@ -1,6 +1,6 @@
 """Sampling parameters of a request."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -46,15 +46,6 @@ OTHER_PARAMETERS: dict[str, tuple[tuple, str]] = {
     "spaces_between_special_tokens": ((True,), "the tokenizer decides"),
     "structured_outputs": ((), "the server has it; here give LLM.new_sequence(mask=...)"),
     "truncate_prompt_tokens": ((), "shorten the token ids: LLM.encode(prompt)[-n:]"),
-}
-# For None, which is an empty collection.
-COLLECTIONS: dict[str, type] = {
-    "stop": tuple,
-    "stop_regex": tuple,
-    "stop_token_ids": tuple,
-    "bad_words": tuple,
-    "logprob_token_ids": tuple,
-    "logit_bias": dict,
 }
 T = TypeVar("T")
 
@@ -222,14 +213,12 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         """None as an empty collection, a string as one of several, and -1 for top_k as 0."""
-        for name, value in dict[str, Any](vars(self)).items():
-            if value is None and name in COLLECTIONS:
-                value = COLLECTIONS[name]()
-            elif isinstance(value, str) and name in ("stop", "stop_regex"):
-                value = (value,)
-            else:
-                continue
-            object.__setattr__(self, name, value)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None and (each.default == () or each.default_factory is dict):
+                object.__setattr__(self, each.name, () if each.default == () else {})
+            elif isinstance(value, str) and each.name in ("stop", "stop_regex"):
+                object.__setattr__(self, each.name, (value,))
         if has_type(self.top_k, int) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
 

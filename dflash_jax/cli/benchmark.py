@@ -12,7 +12,8 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,23 +26,22 @@ from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.config import BATCH_SIZES, BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.options.generate import GenerateOptions
-from dflash_jax.options.option import add_options
-from dflash_jax.options.others import add_aliases, take_aliases
+from dflash_jax.options.option import option
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.readers import block_size
-from dflash_jax.options.systems import read_system
+from dflash_jax.options.systems import with_config
 from dflash_jax.parallel.devices import set_platform, versions
 from dflash_jax.process import exit_code, run_async
 from dflash_jax.progress import starting
 from dflash_jax.sampling_params import SamplingParams
 
-# Keywords of `LLM` that are flags here, beside those of target and drafter.
-KEYWORDS = (
-    *("revision", "draft_revision", "download_dir", "hf_overrides", "dtype", "quantize", "mesh"),
+# Keywords of `LLM` that are flags here, and that a config may give.
+MODELS = (
+    *("target", "draft", "revision", "draft_revision", "download_dir", "hf_overrides", "dtype", "quantize", "mesh"),
     *("decode_context_parallel_size", "max_len", "max_block_size", "mem_fraction", "draft_tokens"),
 )
 
@@ -74,45 +74,45 @@ def method(text: str) -> Method:
     return Method(f"mtp {block}" if draft else str(block), draft, block)
 
 
-def make_parser() -> argparse.ArgumentParser:
+_count = partial(option, least=1)
+_server = partial(option, group="a server")
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """The options that only `dflash benchmark` has, or has in another form."""
+
+    data: list[Path] = option(list, "tasks, a file each", "FILE", is_required=True)
+    out: Path = option(Path("benchmark"), "where results go", "PATH")
+    prompts: int | None = _count(None, "conversations of a task (default: all)", "N")
+    concurrency: list[int] = _count(lambda: [1, 8, 16, 32], "requests at a time (default: 1 8 16 32)", "N")
+    methods: list[Method] | None = option(
+        None,
+        f"{PLAIN}, dflash, mtp, N, 'mtp N' (blocks of N tokens) or auto (default: {PLAIN} 8 16 auto)",
+        "M",
+        read=method,
+    )
+    max_new_tokens: int = _count(4096, "of an answer, at most", "N")
+    temperature: float = option(0.0, "0 is greedy")
+    thinking: bool = option(True, "reason first (default: on)")
+    ignore_eos: bool = option(False, "always --max-new-tokens tokens")
+    seed: int = option(0, "of the draw of --prompts")
+    published: str | None = option(None, "whose published figures to show (default: the config's)", "NAME")
+    url: str | None = _server(None, "such as http://127.0.0.1:30000")
+    model: str | None = _server(None, "default: the server's first")
+    api_key: str = _server("EMPTY", "of the server")
+    label: str | None = _server(None, "what the server's own method is called in the table; leaves out --methods")
+    timeout_s: float = _server(3600.0, "seconds of an answer", "S", above=0)
+
+
+def make_parser() -> Parser:
     """The parser of the command line."""
-    p = Parser(
-        prog=program("benchmark"),
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    p.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE")
-    p.add_argument("--out", type=Path, default=Path("benchmark"), metavar="PATH", help="default: %(default)s")
-    p.add_argument("--prompts", type=int, metavar="N", help="conversations of a task (default: all)")
-    p.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 16, 32], metavar="N", help="default: 1 8 16 32")
-    p.add_argument(
-        "--methods",
-        nargs="+",
-        type=method,
-        metavar="M",
-        help=f"{PLAIN}, dflash, mtp, N, 'mtp N' (blocks of N tokens) or auto (default: {PLAIN} 8 16 auto)",
-    )
-    p.add_argument("--max-new-tokens", type=int, default=4096, metavar="N", help="default: %(default)s")
-    p.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
-    p.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True, help="default: on")
-    p.add_argument("--ignore-eos", action="store_true", help="always --max-new-tokens tokens")
-    p.add_argument("--seed", type=int, default=0, help="of the draw of --prompts (default: %(default)s)")
-    p.add_argument(
-        "--published",
-        metavar="NAME",
-        help="whose published figures to show (default: the config's)",
-    )
-    here = "in this process"
-    add_options(p, GenerateOptions, ("config", "target", "draft", *KEYWORDS), group=here, is_unset=True)
-    add_options(p, GenerateOptions, ("platform", "kernels"), group=here)
-    there = p.add_argument_group("a server")
-    there.add_argument("--url", help="such as http://127.0.0.1:30000")
-    there.add_argument("--model", help="default: the server's first")
-    there.add_argument("--api-key", default="EMPTY")
-    there.add_argument("--label", help="what the server's own method is called in the table; leaves out --methods")
-    there.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="default: %(default)s")
-    add_aliases(p, GenerateOptions)
+    formatter = argparse.RawDescriptionHelpFormatter
+    p, here = Parser(prog=program("benchmark"), description=__doc__, formatter_class=formatter), "in this process"
+    p.add_options(BenchmarkOptions)
+    p.add_options(GenerateOptions, MODELS, group=here, is_unset=True)
+    p.add_options(GenerateOptions, ("config", "platform", "kernels"), group=here)
+    p.add_aliases(GenerateOptions)
     return p
 
 
@@ -158,31 +158,29 @@ class Results:
         return text
 
 
-def open_llm(args, options: dict, draft: str | None):
+def open_llm(args, draft: str | None):
     """An unloaded target and drafter: (LLM, name of the device). ``draft``: in place of the one that options name."""
     with starting():
         device = set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
 
-    given = {k: getattr(args, k) for k in KEYWORDS if getattr(args, k) is not None}
-    kept = {k: options[k] for k in KEYWORDS if k in options}
-    target, draft = args.target or options.get("target"), draft or args.draft or options.get("draft")
-    if target is not None and draft is None:
+    given = {name: getattr(args, name) for name in MODELS if getattr(args, name) is not None}
+    given |= {} if draft is None else {"draft": draft}
+    if "target" in given and "draft" not in given:
         raise InputError("no drafter: give --draft")
     # Each concurrency asks the same questions: nothing may be left of their prompts.
-    names = {"target": target, "draft": "auto" if draft is None else draft, "kernels": args.kernels}
-    return LLM.unloaded(**names, prefix_bytes=0, **kept | given), device
+    return LLM.unloaded(**given, kernels=args.kernels, prefix_bytes=0), device
 
 
 class Systems:
     """The target with one drafter or the other, one at a time in memory."""
 
-    def __init__(self, args, options: dict, methods: Sequence[Method]):
+    def __init__(self, args, methods: Sequence[Method]):
         """Opens the one that the first method with a drafter takes; `LLM.load` loads it."""
-        self._args, self._options = args, options
+        self._args = args
         self.llm: Any
         self._draft = next((m.draft for m in methods if m.name != PLAIN), None)
-        self.llm, self.device = open_llm(args, options, self._draft)
+        self.llm, self.device = open_llm(args, self._draft)
 
     def of(self, method: Method):
         """The LLM of a method: that of before where it decodes plainly."""
@@ -191,7 +189,7 @@ class Systems:
             self.llm = None
             gc.collect()
             self._draft = method.draft
-            self.llm, self.device = open_llm(self._args, self._options, self._draft)
+            self.llm, self.device = open_llm(self._args, self._draft)
         return self.llm
 
 
@@ -256,25 +254,18 @@ def capacity(llm, tasks: dict, asking: Asking) -> int:
     return min(llm.max_len, -(-longest // 256) * 256)
 
 
-def run(args, argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Measures the tables: the exit code, 1 where an answer failed."""
-    take_aliases(args)
+    args, _ = with_config(make_parser(), argv, MODELS)
     if args.url and (args.target or args.draft or args.config):
         raise InputError("--url measures a server: leave out --config, --target and --draft")
     if args.label and not args.url:
         raise InputError("--label names a server's own method: give --url")
-    for name in ("max_new_tokens", "prompts", "concurrency"):
-        value = getattr(args, name)
-        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
-            raise InputError(f"{name} {value}: it must be 1 or more")
-    if not args.timeout_s > 0:
-        raise InputError(f"timeout_s {args.timeout_s:g}: it must be above 0")
     SamplingParams(temperature=args.temperature, max_tokens=args.max_new_tokens)
     published = _published(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     tasks = read_tasks(args.data, args.prompts, args.seed)
     asking = Asking(args.max_new_tokens, args.temperature, args.thinking, args.ignore_eos, args.timeout_s)
-    options = read_system(args.config).options if args.config else {}
     methods = args.methods or [method(text) for text in (PLAIN, "8", "16", "auto")]
     if args.label:
         methods = [Method(args.label, None, None)]
@@ -299,7 +290,7 @@ def run(args, argv: list[str]) -> int:
 
         open_client = open_server
     else:
-        systems = Systems(args, options, methods)
+        systems = Systems(args, methods)
         llm, device = systems.llm, systems.device
         model = find_config(args.config).stem if args.config else str(args.target or "bundled pair")
         if args.methods is None:
@@ -307,14 +298,12 @@ def run(args, argv: list[str]) -> int:
         for each in methods:
             if each.block_size is not None and each.draft is None:
                 llm.limits.check_block_size(each.block_size)
-        from dflash_jax.engine.config import BATCH_SIZES
-
         if max(args.concurrency) > BATCH_SIZES[-1]:
             raise InputError(f"concurrency {max(args.concurrency)}: an engine has {BATCH_SIZES[-1]} slots at most")
         room = capacity(llm, tasks, asking)
         llm.load()
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
-        about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
+        about |= {"max_len": llm.max_len, "quantize": args.quantize, "kernels": args.kernels}
         about |= {"draft_tokens": drafted_tokens(llm)}
         # Systems has the only reference, so that one can make room for another.
         del llm
@@ -358,4 +347,4 @@ def _published(args) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: run(make_parser().parse_args(argv), argv))
+    return exit_code(lambda: run(argv))

@@ -6,8 +6,11 @@ zsh, once: dflash completion zsh > ~/.dflash.zsh && echo "source ~/.dflash.zsh" 
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
-from dflash_jax.options.parser import Parser, program
+from dflash_jax.options.generate import command_parser
+from dflash_jax.options.option import option
 from dflash_jax.process import exit_code
 
 # Completing runs nothing of this package: all words are in the script.
@@ -33,16 +36,16 @@ HEADS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    p = Parser(
-        prog=program("completion"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    p.add_argument("shell", choices=HEADS)
-    return p
+@dataclass(frozen=True)
+class CompletionOptions:
+    """The options of `dflash completion`."""
+
+    shell: str | None = option(None, "whose script", flag="shell", choices=tuple(HEADS), is_required=True)
+
+
+make_parser = partial(
+    command_parser, "completion", __doc__, CompletionOptions, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

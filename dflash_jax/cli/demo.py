@@ -1,16 +1,18 @@
 """A question, answered with a drafter and without it: which tokens were drafted, and what that saved."""
 
 import argparse
-import sys
+from dataclasses import dataclass
+from functools import partial
 
 from dflash_jax.cli.draft_marks import draft_marks
+from dflash_jax.cli.generate import tell, write
 from dflash_jax.errors import InputError
-from dflash_jax.options.generate import GenerateOptions
-from dflash_jax.options.option import add_options
-from dflash_jax.options.parser import Parser, program
+from dflash_jax.options.generate import command_parser
+from dflash_jax.options.option import option
 from dflash_jax.parallel.devices import set_platform
 from dflash_jax.process import exit_code
 from dflash_jax.progress import starting
+from dflash_jax.sampling_params import SamplingParams
 
 # Answered correctly and briefly by greedy decoding, and well drafted: 2.3 tokens a round of 4.
 QUESTION = "Write a Python function that checks whether a string is a palindrome."
@@ -19,29 +21,19 @@ BEGINNING = "def read_config(path):"
 MAX_TOKENS = 160
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    p = Parser(
-        prog=program("demo"),
-        description=f"{__doc__} The model is SmolLM2-135M-Instruct, downloaded once (93 MB) into the user's cache "
-        "directory, with the drafter of this package; without a connection, the bundled pair of tiny models.",
-        allow_abbrev=False,
-    )
-    p.add_argument("--prompt", metavar="TEXT", help=f"the question (default: {QUESTION})")
-    p.add_argument("--bundled", action="store_true", help="the bundled pair, which continues Python: no download")
-    add_options(p, GenerateOptions, ("platform", "kernels"), group="options")
-    return p
+DESCRIPTION = f"""{__doc__} The model is SmolLM2-135M-Instruct, downloaded once (93 MB) into the user's cache
+directory, with the drafter of this package; without a connection, the bundled pair of tiny models."""
 
 
-def tell(line: str) -> None:
-    """Writes a line to stderr."""
-    print(line, file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class DemoOptions:
+    """The options that only `dflash demo` has."""
+
+    prompt: str | None = option(None, f"the question (default: {QUESTION})", "TEXT")
+    bundled: bool = option(False, "the bundled pair, which continues Python: no download")
 
 
-def write(text: str) -> None:
-    """Writes to stdout at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+make_parser = partial(command_parser, "demo", DESCRIPTION, DemoOptions, ("platform", "kernels"))
 
 
 def open_pair(is_bundled: bool, kernels: str):
@@ -82,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     with starting():
         set_platform(args.platform)
         from dflash_jax.frontend.compare import measure_drafting, why_plain
-        from dflash_jax.sampling_params import SamplingParams
 
     llm, is_bundled = open_pair(args.bundled, args.kernels)
     if is_bundled:

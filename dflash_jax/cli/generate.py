@@ -11,10 +11,11 @@ from dflash_jax.cli.draft_marks import draft_marks
 from dflash_jax.errors import InputError
 from dflash_jax.options.generate import make_parser
 from dflash_jax.options.shared import take_model
-from dflash_jax.options.systems import llm_keywords, with_config
+from dflash_jax.options.systems import SAMPLING, llm_keywords, with_config
 from dflash_jax.parallel.devices import set_platform
 from dflash_jax.process import exit_code
 from dflash_jax.progress import starting
+from dflash_jax.sampling_params import SamplingParams
 
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
 SHORTEST_S = 1e-4
@@ -112,8 +113,8 @@ def write(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """To stderr."""
-    print(line, file=sys.stderr)
+    """Writes a line to stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_piece(llm, piece, show_drafts: bool) -> None:
@@ -148,7 +149,7 @@ def compare(llm, prompts: list, params, args) -> tuple[list, list[dict], bool]:
     Returns:
         Completions with the drafter, what --json adds for each, and whether all tokens are equal or part at a tie.
     """
-    from dflash_jax.frontend.compare import divergence, measure_drafting, tokens_per_s, why_plain
+    from dflash_jax.frontend.compare import REPEATS, divergence, measure_drafting, tokens_per_s, why_plain
 
     def watch(is_drafted, number, piece):
         if is_drafted and number == 0:
@@ -168,9 +169,9 @@ def compare(llm, prompts: list, params, args) -> tuple[list, list[dict], bool]:
         rates = tokens_per_s(drafted), tokens_per_s(plain)
         tell(
             f"compare: block size {measured.block_size}: {rates[0]:.0f} against {rates[1]:.0f} tokens/s, "
-            f"{measured.speedup:.2f} times as fast (median of {measured.repeats} runs); {verdict}"
+            f"{measured.speedup:.2f} times as fast (median of {REPEATS} runs); {verdict}"
         )
-        comparison = {"block_size": measured.block_size, "repeats": measured.repeats}
+        comparison = {"block_size": measured.block_size, "repeats": REPEATS}
         comparison |= {"tokens_per_s": rates[0], "baseline_tokens_per_s": rates[1]}
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
         equal = {"equal": parting is None, "speedup": measured.speedup}
@@ -233,18 +234,11 @@ def run(args, system) -> int:
     with starting():
         device = set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
-        from dflash_jax.sampling_params import SamplingParams
     if args.distributed:
         distributed.one_voice()
 
     params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        frequency_penalty=args.frequency_penalty,
-        presence_penalty=args.presence_penalty,
+        **{name: getattr(args, name) for name in SAMPLING},
         logit_bias=dict(args.logit_bias),
         seed=args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little"),
         max_tokens=args.max_new_tokens,

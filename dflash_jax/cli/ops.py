@@ -3,17 +3,18 @@
 Needs no weights, and the device need not be here: programs are traced with shapes in place of arrays.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import VisionConfig
-from dflash_jax.ops.card import CHOICES, Card
-from dflash_jax.options.parser import Parser, program
+from dflash_jax.ops.card import Card
+from dflash_jax.options.generate import command_parser
+from dflash_jax.options.option import option
 from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.devices import DEVICES, device_of_text
 from dflash_jax.planner import Shapes, abstract_pair, read_shapes
@@ -24,6 +25,29 @@ if TYPE_CHECKING:
 
 PROGRAMS = ("prefill", "plain step", "round")
 VISION = "vision tower"
+_count = partial(option, least=1, most=2**16)
+
+
+@dataclass(frozen=True)
+class OpsOptions:
+    """The options that only `dflash ops` has, or has in another form."""
+
+    config: str | None = option(None, "a name of configs/, or a TOML", "NAME|FILE", is_required=True)
+    device: str | None = option(
+        None,
+        f"cpu, {', '.join(DEVICES)}, or as nvidia-smi names it (default: this machine's)",
+        "NAME",
+        read=lambda text: text if text == "cpu" else device_of_text(text),
+        choices=("cpu", *DEVICES),
+    )
+    dtype: str | None = option(None, "default: float32 on a CPU, bfloat16 elsewhere", choices=("float32", "bfloat16"))
+    quantize: str | None = option(None, "default: as the checkpoint is", choices=("int8", "fp8"))
+    batch: int = _count(1, "sequences that decode", "N")
+    prompt: int = _count(1024, "tokens of a chunk", "N")
+    json: bool = option(False, "one JSON object a program, one a line")
+
+
+make_parser = partial(command_parser, "ops", __doc__, OpsOptions, ("kernels",))
 
 
 def backend_for(device: str | None, kernels: str) -> "Backend":
@@ -32,8 +56,6 @@ def backend_for(device: str | None, kernels: str) -> "Backend":
     Raises:
         InputError: Triton's kernels cannot be traced, since Triton is not installed.
     """
-    from importlib.util import find_spec
-
     from dflash_jax.ops.backend import Backend
 
     if device is None:
@@ -80,9 +102,13 @@ def choices(shapes: Shapes, backend: "Backend", dtype, batch: int, prompt: int, 
             else partial(speculative.decode_round, settings=settings)
         )
         seen.clear()
+
         # Another function each time: JAX keeps what it traced of one.
+        def call(pair, state, step: Callable[..., object] = step) -> object:
+            return step(*pair, state)
+
         with _recorded_launches():
-            jax.eval_shape(_call(step), pair, state)
+            jax.eval_shape(call, pair, state)
         yield name, list(dict.fromkeys(seen))
     if (config := shapes.target.vision) is not None:
         yield VISION, _tower_choices(config, backend, dtype, prompt)
@@ -101,11 +127,6 @@ def _tower_choices(config: VisionConfig, backend: "Backend", dtype, prompt: int)
     with _recorded_launches():
         jax.eval_shape(lambda tower, given: VisionTower.__call__(tower, **given), tower, call_arguments(tower, patches))
     return list(dict.fromkeys(seen))
-
-
-def _call(step: Callable[..., object]) -> Callable[..., object]:
-    """``step`` with its pair of models as one argument."""
-    return lambda pair, state: step(*pair, state)
 
 
 def _recorded_launches():
@@ -138,31 +159,10 @@ def describe(name: str, choices: "list[Choice]") -> str:
     return "\n".join(lines)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    p = Parser(prog=program("ops"), description=__doc__, allow_abbrev=False)
-    p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
-    text = f"cpu, {', '.join(DEVICES)}, or as nvidia-smi names it (default: this machine's)"
-    names = ["cpu", *DEVICES]
-    p.add_argument(
-        "--device", type=lambda t: t if t == "cpu" else device_of_text(t), choices=names, metavar="NAME", help=text
-    )
-    p.add_argument("--kernels", choices=CHOICES, default="auto", help="default: %(default)s")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, bfloat16 elsewhere")
-    p.add_argument("--quantize", choices=["int8", "fp8"], help="default: as the checkpoint is")
-    p.add_argument("--batch", type=int, default=1, metavar="N", help="sequences that decode (default: %(default)s)")
-    p.add_argument("--prompt", type=int, default=1024, metavar="N", help="tokens of a chunk (default: %(default)s)")
-    p.add_argument("--json", action="store_true", help="one JSON object a program, one a line")
-    return p
-
-
 def run(args) -> int:
     """Prints the implementation of each operation: the exit code."""
     import jax.numpy as jnp
 
-    for option in ("batch", "prompt"):
-        if not 1 <= (value := getattr(args, option)) <= 65536:
-            raise InputError(f"--{option} {value}: it must be 1 to 65536")
     system = read_system(args.config)
     if "target" not in system.shapes:
         raise InputError(f"config {args.config} has no shapes: it must name a target's config.json under [shapes]")

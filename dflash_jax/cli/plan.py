@@ -4,27 +4,73 @@ Needs no weights and no accelerator: a name of configs/, a Hugging Face reposito
 with config.json is enough. The exit code is 1 where the system does not fit.
 """
 
-import argparse
 import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from dflash_jax.argument_checks import suggestion
 from dflash_jax.cli.plan_changes import Change, Request, changes
 from dflash_jax.errors import InputError
-from dflash_jax.options.generate import GenerateOptions
-from dflash_jax.options.option import Add, add_options
-from dflash_jax.options.others import add_aliases, take_aliases
-from dflash_jax.options.parser import Parser, program
+from dflash_jax.options.generate import command_parser
+from dflash_jax.options.option import Add, option
 from dflash_jax.options.systems import System, read_system, repositories, system_of
 from dflash_jax.parallel.devices import DEVICES, Device, device_name, device_of_text
 from dflash_jax.planner import USABLE, read_shapes
+from dflash_jax.process import exit_code
 
 # Largest count of slots, tokens or rounds, and the largest number of devices, of a plan.
 MOST, MOST_DEVICES = 10**9, 2**16
 DTYPES = ("float32", "bfloat16")
+_count = partial(option, least=1, most=MOST)
+_size = partial(option, least=0.001, most=999_999_999)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options that only `dflash plan` has, or has in another form."""
+
+    model: str | None = option(None, "a name of configs/, or what --target takes", "MODEL", flag="model")
+    target: str | None = option(
+        None,
+        "directory with config.json, config.json itself, a repository of configs/, or such a TOML",
+        "DIR|REPO|TOML",
+    )
+    draft: str | None = option(
+        None, "default: the config's, or the repository's; else none", "DIR|REPO|mtp|none", action=Add
+    )
+    mesh: str | None = option(None, "default: the TOML's for the devices, else tensor=N", "data=2,tensor=4")
+    decode_context_parallel_size: int | None = _count(
+        None, "devices that share each page of keys and values in place of copies (default: the config's, else 1)", "N"
+    )
+    device: str | None = option(
+        None,
+        f"{', '.join(DEVICES)}, or as nvidia-smi names it (default: this machine's)",
+        "NAME",
+        read=device_of_text,
+        choices=tuple(DEVICES),
+    )
+    all_devices: bool = option(False, "a table of the devices that --device lists")
+    device_memory: float | None = _size(None, "of one device that --device does not list", "GB", further="--memory")
+    bandwidth: float | None = _size(
+        None, "of its memory, for the tokens a second", "GB/S", further="--memory-bandwidth"
+    )
+    devices: int | None = option(
+        None, "how many of the device (default: 1; this machine's: all)", "N", least=1, most=MOST_DEVICES
+    )
+    dtype: str | None = option(None, "default: the config's, else float32 on a CPU, bfloat16 elsewhere", choices=DTYPES)
+    max_len: int = _count(8192, "tokens of a slot", "N")
+    slots: int = _count(1, "sequences at once", "N")
+    context: int | None = _count(None, "for the tokens a second (default: 2048, or --max-len below that)", "N")
+    acceptance_length: float | None = option(None, "default: 6, or the block size below that", "A")
+    block_size: int | None = _count(None, "default: the drafter's", "B")
+    json: bool = option(False, "one JSON object and nothing else")
+
+
+SHARED = ("config", "quantize", "draft_window_size", "language_model_only", "hf_overrides")
+make_parser = partial(command_parser, "plan", __doc__, PlanOptions, SHARED)
 
 
 def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
@@ -113,50 +159,6 @@ def table(requests: dict[str, Request], plans: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    p = Parser(prog=program("plan"), description=__doc__, allow_abbrev=False)
-    p.add_argument("model", nargs="?", metavar="MODEL", help="a name of configs/, or what --target takes")
-    p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
-    p.add_argument(
-        "--target",
-        metavar="DIR|REPO|TOML",
-        help="directory with config.json, config.json itself, a repository of configs/, or such a TOML",
-    )
-    p.add_argument(
-        "--draft",
-        action=Add,
-        metavar="DIR|REPO|mtp|none",
-        help="default: the config's, or the repository's; else none",
-    )
-    p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, else tensor=N")
-    text = "devices that share each page of keys and values in place of copies (default: the config's, else 1)"
-    p.add_argument("--decode-context-parallel-size", type=int, metavar="N", help=text)
-    text = f"{', '.join(DEVICES)}, or as nvidia-smi names it (default: this machine's)"
-    p.add_argument("--device", type=device_of_text, choices=DEVICES, metavar="NAME", help=text)
-    p.add_argument("--all-devices", action="store_true", help="a table of the devices that --device lists")
-    p.add_argument(
-        "--device-memory", "--memory", type=float, metavar="GB", help="of one device that --device does not list"
-    )
-    p.add_argument(
-        "--bandwidth", "--memory-bandwidth", type=float, metavar="GB/S", help="of its memory, for the tokens a second"
-    )
-    p.add_argument("--devices", type=int, metavar="N", help="how many of the device (default: 1; this machine's: all)")
-    p.add_argument("--dtype", choices=DTYPES, help="default: the config's, else float32 on a CPU, bfloat16 elsewhere")
-    p.add_argument("--max-len", type=int, default=8192, metavar="N", help="tokens of a slot (default: %(default)s)")
-    p.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
-    p.add_argument(
-        "--context", type=int, metavar="N", help="for the tokens a second (default: 2048, or --max-len below that)"
-    )
-    p.add_argument("--acceptance-length", type=float, metavar="A", help="default: 6, or the block size below that")
-    p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
-    names = ("quantize", "draft_window_size", "language_model_only", "hf_overrides")
-    add_options(p, GenerateOptions, names, group="options")
-    p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
-    add_aliases(p, GenerateOptions)
-    return p
-
-
 def this_machine() -> tuple[Device, str, int]:
     """The device of this machine, its name, and how many there are; a CPU is one device.
 
@@ -183,7 +185,7 @@ def chosen_device(args) -> tuple[Device, str, int]:
     """What is planned for, its name, and how many there are by default.
 
     Raises:
-        InputError: Options contradict each other, or a figure is not a size.
+        InputError: Options contradict each other.
     """
     if args.device_memory is None and args.bandwidth is None:
         return (DEVICES[args.device], args.device, 1) if args.device is not None else this_machine()
@@ -191,9 +193,6 @@ def chosen_device(args) -> tuple[Device, str, int]:
         raise InputError("--device names the memory and bandwidth: leave --device-memory and --bandwidth out")
     if args.device_memory is None:
         raise InputError("--bandwidth goes with --device-memory: it describes a device that --device does not list")
-    for option, value, unit in (("--device-memory", args.device_memory, "GB"), ("--bandwidth", args.bandwidth, "GB/s")):
-        if value is not None and not 0.001 <= value < 1e9:
-            raise InputError(f"{option} {value:g}: it must be 0.001 or more, and below a billion {unit}")
     name = f"device of {args.device_memory:g} GB"
     return Device("", round(1e9 * args.device_memory), 1e9 * (args.bandwidth or 0.0)), name, 1
 
@@ -275,27 +274,8 @@ def read_mesh(args, system: System | None, device: Device, count: int) -> str:
     return f"tensor={args.devices}"
 
 
-def check_numbers(args) -> None:
-    """Raises InputError for a count or length that is out of range."""
-    for option in (
-        "max_len",
-        "slots",
-        "devices",
-        "context",
-        "block_size",
-        "decode_context_parallel_size",
-        "draft_window_size",
-    ):
-        value, most = getattr(args, option), MOST_DEVICES if option == "devices" else MOST
-        if value is not None and value < 1:
-            raise InputError(f"{option} is {value}: it must be 1 or more")
-        if value is not None and value > most:
-            raise InputError(f"{option} is {value}: it must be {most:,} or less")
-
-
 def run(args) -> int:
     """Prints a plan: the exit code, 1 where the system does not fit (with --all-devices: on no device)."""
-    check_numbers(args)
     target, draft, system = read_models(args)
     if args.all_devices:
         if args.device is not None or args.device_memory is not None or args.bandwidth is not None:
@@ -356,11 +336,4 @@ def run(args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    from dflash_jax.process import exit_code
-
-    def command() -> int:
-        args = make_parser().parse_args(argv)
-        take_aliases(args)
-        return run(args)
-
-    return exit_code(command)
+    return exit_code(lambda: run(make_parser().parse_args(argv)))

@@ -68,6 +68,10 @@ class Change:
         options = " ".join(self.options)
         return self.text if self.text == options else f"{self.text} ({options})"
 
+    def then(self, other: "Change") -> "Change":
+        """This change and ``other``, which is of the request after it."""
+        return Change(f"{self.text} and {other.text}", (*self.options, *other.options), other.request)
+
 
 def devices_text(request: Request) -> str:
     """The devices of a request for people, such as "two H100"."""
@@ -98,11 +102,15 @@ def on_more_devices(request: Request) -> Change | None:
     return None
 
 
+def _change(request: Request, *options: str, text: str | None = None, **fields) -> Change:
+    return Change(text or " ".join(options), options, replace(request, **fields))
+
+
 def in_eight_bits(request: Request) -> Change | None:
     """FP8 for the target's large matrices; None where they have eight bits."""
     if has_eight_bits(request.quantize, request.shapes.block):
         return None
-    return Change("FP8", ("--quantize", "fp8"), replace(request, quantize="fp8"))
+    return _change(request, "--quantize", "fp8", text="FP8", quantize="fp8")
 
 
 def in_bfloat16(request: Request) -> Change | None:
@@ -111,38 +119,32 @@ def in_bfloat16(request: Request) -> Change | None:
 
     if request.dtype == jnp.bfloat16:
         return None
-    return Change("bfloat16", ("--dtype", "bfloat16"), replace(request, dtype=jnp.bfloat16))
+    return _change(request, "--dtype", "bfloat16", text="bfloat16", dtype=jnp.bfloat16)
 
 
 def without_drafter(request: Request) -> Change | None:
     """Plain decoding."""
-    if request.shapes.draft is None:
-        return None
-    return Change("--draft none", ("--draft", "none"), replace(request, shapes=replace(request.shapes, draft=None)))
+    shapes = replace(request.shapes, draft=None)
+    return None if shapes == request.shapes else _change(request, "--draft", "none", shapes=shapes)
 
 
 def without_vision(request: Request) -> Change | None:
     """Text only; None where the target has no vision tower, or it is left out."""
     if request.shapes.target.vision is None or request.shapes.language_model_only:
         return None
-    shapes = replace(request.shapes, language_model_only=True)
-    return Change("--language-model-only", ("--language-model-only",), replace(request, shapes=shapes))
+    return _change(request, "--language-model-only", shapes=replace(request.shapes, language_model_only=True))
 
 
 def shorter(request: Request) -> Change | None:
     """The longest slots that fit, as a multiple of 1,024 tokens."""
     longest = request.plan()["max_len"] // 1024 * 1024
-    if not 0 < longest < request.max_len:
-        return None
-    return Change(f"--max-len {longest}", ("--max-len", str(longest)), replace(request, max_len=longest))
+    return _change(request, "--max-len", str(longest), max_len=longest) if 0 < longest < request.max_len else None
 
 
 def fewer_slots(request: Request) -> Change | None:
     """The most slots that fit."""
     slots = request.plan()["max_slots"]
-    if not 0 < slots < request.slots:
-        return None
-    return Change(f"--slots {slots}", ("--slots", str(slots)), replace(request, slots=slots))
+    return _change(request, "--slots", str(slots), slots=slots) if 0 < slots < request.slots else None
 
 
 def on_larger_device(request: Request) -> Change | None:
@@ -160,24 +162,18 @@ def changes(request: Request) -> list[Change]:
     Single changes come first. Where none of the system fits, eight bits, then no drafter besides, are combined with
     another one, then more devices with fewer slots, then these without a vision tower. A larger device comes last.
     """
-    fitting = list(_single(request))
-    combined, text, options = request, "", ()
+    fitting, combined = list(_single(request)), None
     for first in (in_bfloat16, in_eight_bits, without_drafter):
-        if fitting or (change := first(combined)) is None:
+        if fitting or (change := first(combined.request if combined else request)) is None:
             continue
-        combined, options = change.request, (*options, *change.options)
-        text = " and ".join(filter(None, (text, change.text)))
-        if combined.fits():
-            fitting.append(Change(text, options, combined))
-        for second in _single(combined):
-            fitting.append(Change(f"{text} and {second.text}", (*options, *second.options), second.request))
+        combined = combined.then(change) if combined else change
+        fitting += [combined] if combined.request.fits() else []
+        fitting += map(combined.then, _single(combined.request))
     if not fitting and (change := _more_devices_and_fewer_slots(request)):
         fitting.append(change)
     if not fitting and (text_only := without_vision(request)):
         change = _more_devices_and_fewer_slots(text_only.request)
-        if change:
-            text = f"{change.text} and {text_only.text}"
-            fitting.append(Change(text, (*change.options, *text_only.options), change.request))
+        fitting += [replace(change.then(text_only), request=change.request)] if change else []
     larger = on_larger_device(request)
     return [*fitting, larger] if larger else fitting
 
@@ -189,7 +185,7 @@ def _more_devices_and_fewer_slots(request: Request) -> Change | None:
     fewer = fewer_slots(replace(request, layout=more.request.layout))
     if fewer is None or not fewer.request.fits():
         return None
-    return Change(f"{more.text} and {fewer.text}", (*more.options, *fewer.options), fewer.request)
+    return more.then(fewer)
 
 
 def _single(request: Request) -> Iterator[Change]:

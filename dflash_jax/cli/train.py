@@ -4,14 +4,13 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.options.generate import GenerateOptions
-from dflash_jax.options.option import add_options
-from dflash_jax.options.others import add_aliases, take_aliases
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.train import FIELDS, TrainConfig, checked, read_toml
 from dflash_jax.parallel.devices import mesh_for, set_platform
@@ -94,16 +93,12 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     p.register("action", "command_help", _Help)
     p.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
     p.add_argument("-h", "--help", action="command_help")
-    p.add_argument(
-        "--config",
-        metavar="NAME|FILE",
-        help="a name of configs/train/, or a TOML with these options as keys",
-    )
-    p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
-    p.add_argument("--distributed", action="store_true", help="several processes as one")
+    text = "a name of configs/train/, or a TOML with these options as keys"
+    p.add_argument("--config", metavar="NAME|FILE", help=text)
+    p.add_options(GenerateOptions, ("platform", "distributed"), group="options")
     shown = options_of(command) if command is not None else ()
-    add_options(p, TrainConfig, is_unset=True, shown=shown)
-    add_aliases(p, GenerateOptions)
+    p.add_options(TrainConfig, is_unset=True, listed=shown)
+    p.add_aliases(GenerateOptions)
     return p
 
 
@@ -120,7 +115,6 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         args = make_parser().parse_args(argv)
-        take_aliases(args)
         config, meshes = read_config(args)
         if args.distributed:
             from dflash_jax.parallel import distributed
@@ -135,8 +129,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _regenerate_by_url(config: TrainConfig) -> int:
     """Runs `regenerate` on running servers: the exit code."""
-    from dataclasses import replace
-
     from dflash_jax.training.regenerate import regenerate
     from dflash_jax.training.remote import RemoteTarget
 
@@ -169,8 +161,6 @@ def check_files(command: str, config: TrainConfig) -> None:
 
 def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     """Runs one command of `train`: the exit code."""
-    from dataclasses import replace
-
     import jax
 
     if find_spec("grain") is None:

@@ -89,7 +89,7 @@ class Ingress:
 
         has_begun, wait = False, threading.Event()
         while not wait.wait(LOOK_S):
-            if self._server.has_engines:
+            if self._server.engines:
                 has_begun = True
             elif has_begun:
                 with suppress(RayError):

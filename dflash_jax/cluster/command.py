@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dflash_jax.cluster.options import make_parser, parse
 from dflash_jax.errors import EngineError, InputError
@@ -32,10 +33,14 @@ class _Stopped(BaseException):
     """A signal asks for the end."""
 
 
+def _hear(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
 def _on_signal(number: int, frame) -> None:
-    # A second signal has the process end as usual.
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN if each != number else signal.SIG_DFL)
+    # A second one has the process end as usual.
+    signal.signal(number, signal.SIG_DFL)
     raise _Stopped(signal.Signals(number).name)
 
 
@@ -54,13 +59,11 @@ def _start_ray(args: Namespace) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    options = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+    options: dict[str, Any] = {"address": args.address}
+    if args.address is None:
+        options = {"address": "local", "include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        ray.init(
-            address="local" if args.address is None else args.address,
-            logging_level=logging.WARNING,
-            **(options if args.address is None else {}),
-        )
+        ray.init(logging_level=logging.WARNING, **options)
     except Exception as e:
         # Ray raises plain exceptions, too.
         reason = " ".join(str(e).split())[:300]
@@ -81,13 +84,12 @@ def run(args: Namespace, system) -> NoReturn:
     warn_of_open_access(args)
     # Here, not in each replica, which may have another network.
     name_model(args)
-    signals = {each: signal.signal(each, _on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    children, drain_s, ingresses = _Processes(), 0.0, []
+    before, drain_s, ingresses = _children(), 0.0, []
+    _hear(_on_signal)
     try:
         _start_ray(args)
-        for each in signals:
-            # Ray has replaced a handler.
-            signal.signal(each, _on_signal)
+        # Ray has replaced a handler.
+        _hear(_on_signal)
         from dflash_jax.cluster import app
 
         ingresses = app.start_ingresses(args, may_run=False)
@@ -96,11 +98,9 @@ def run(args: Namespace, system) -> NoReturn:
         log.info("%s: ending", e)
         drain_s = args.drain_s
     finally:
-        for each in signals:
-            signal.signal(each, signal.SIG_IGN)
-        _end(args, drain_s, children, ingresses)
-        for each, handler in signals.items():
-            signal.signal(each, handler)
+        _hear(signal.SIG_IGN)
+        _end(args, drain_s, before, ingresses)
+        _hear(signal.SIG_DFL)
     # All other processes have ended. Ray would wait for them at the end of the interpreter.
     leave(0)
 
@@ -121,32 +121,20 @@ def _serve(app, args: Namespace, system, ingresses: list) -> None:
     except RuntimeError as e:
         raise EngineError(f"the replicas cannot start: {' '.join(str(e).split())[-500:]}") from None
     log.info("%d replicas are ready", args.replicas[0])
-    # Event.wait without an end would not return to a signal's handler on every platform.
     while True:
-        threading.Event().wait(3600)
+        time.sleep(1.0)
 
 
-class _Processes:
-    """The processes below this one, to end those that remain."""
+def _children() -> set:
+    """The processes below this one."""
+    import psutil
 
-    def __init__(self):
-        import psutil
-
-        self._psutil, self._before = psutil, set(psutil.Process().children(recursive=True))
-
-    def now(self) -> list:
-        """Those that were started since."""
-        return [each for each in self._psutil.Process().children(recursive=True) if each not in self._before]
-
-    def kill(self, processes: list) -> None:
-        """Ends processes that are still there."""
-        for process in self._psutil.wait_procs(processes, timeout=STEP_S)[1]:
-            with suppress(self._psutil.NoSuchProcess):
-                process.kill()
+    return set(psutil.Process().children(recursive=True))
 
 
-def _end(args: Namespace, drain_s: float, children: _Processes, ingresses: list) -> None:
+def _end(args: Namespace, drain_s: float, before: set, ingresses: list) -> None:
     """Ends the application and the ingresses that this process has started, and Ray where it has started that, too."""
+    import psutil
     import ray
 
     if ingresses:
@@ -159,9 +147,11 @@ def _end(args: Namespace, drain_s: float, children: _Processes, ingresses: list)
             with suppress(Exception):
                 ray.kill(ingress)
     # A start that was interrupted has processes, too.
-    started = children.now() if args.address is None else []
+    started = _children() - before if args.address is None else set()
     _within(STEP_S, ray.shutdown)
-    children.kill(started)
+    for process in psutil.wait_procs(started, timeout=STEP_S)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _within(seconds: float, work: Callable) -> None:

@@ -3,18 +3,18 @@
 import asyncio
 import contextlib
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any
 
 from dflash_jax import protocol
-from dflash_jax.cluster.metrics import merged
 from dflash_jax.cluster.routing import ADDED, Beginning, Replica, Replicas, beginnings_of, session
 from dflash_jax.engine.request import Times
 from dflash_jax.errors import EngineError, QueueFullError, UnavailableError
-from dflash_jax.server.engine_client import EngineClient, Inbox, LostError, RemoteSequence, Submission
+from dflash_jax.server.engine_client import EngineClient, Inbox, LostError, RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import RequestContext, current
 
@@ -34,6 +34,9 @@ ALL_S = 10.0
 # Statuses of an engine that lives and has no place.
 NO_PLACE = (429, 503)
 GIVEN_UP = "the engine of this request was lost, and no other can go on with it: send the request again"
+# A family of metrics: its name, its comments, and its samples, as prometheus_client writes them; their label.
+_FAMILY = re.compile(rb"# HELP (\S+) .*\n# TYPE .*\n((?:[^#\n].*\n)*)")
+_ENGINE = re.compile(rb'(?<=[{,])engine="(?:[^"\\]|\\.)*"')
 
 
 class Engine(Replica):
@@ -49,14 +52,12 @@ class Engine(Replica):
         is_leaving: Whether it gets no further requests.
         is_foreign: Whether it has another model than the fleet.
         missed: Looks without an answer, one after the other.
-        looking: The last look.
     """
 
     def __init__(self, name: str, send: Callable[[protocol.FromFront], None], break_off: Callable[[], None]):
         super().__init__(name)
         self.client, self.break_off = EngineClient(send), break_off
         self.is_leaving, self.is_foreign, self.missed = False, False, 0
-        self.looking: asyncio.Task | None = None
 
     @property
     def is_well(self) -> bool:
@@ -65,92 +66,26 @@ class Engine(Replica):
         return state.is_ready and state.failure is None and not (self.is_leaving or self.is_foreign or self.missed)
 
 
+@dataclass(eq=False)
 class _Choice:
-    """One sequence of a request.
+    """One sequence of a request, at a place of the submission, with the id that clients know."""
 
-    Attributes:
-        sequence: The sequence.
-        place: Its place in the submission.
-        name: The id that clients know.
-        tokens: Its tokens in the inbox of the submission, those that are taken out included.
-        run: Its run at an engine; None where it has none.
-        losses: Engines that have lost it.
-        failures: Those since its last token.
-        is_over: Whether its last event is in the inbox.
-        is_aborted: Whether its owner has aborted it.
-        times: Its times so far.
-        cached: Prompt tokens that its first engine had.
-    """
-
-    def __init__(self, sequence: RemoteSequence, place: int, name: str):
-        self.sequence, self.place, self.name = sequence, place, name
-        self.tokens: list[int] = []
-        self.run: _Run | None = None
-        self.losses = self.failures = 0
-        self.is_over = self.is_aborted = False
-        self.times: Times | None = None
-        self.cached = 0
-
-
-class _Run:
-    """The time of some choices at one engine."""
-
-    def __init__(self, request: "_Request", engine: Engine, choices: Sequence[_Choice]):
-        self.request, self.engine, self.choices = request, engine, choices
-        self._submission: Submission | None = None
-        # Events before the engine's acceptance is known, which may not come.
-        self._early: list[tuple[int, protocol.Event]] = []
-
-    async def begin(self) -> None:
-        """Submits the choices, all of them or none. Raises what `EngineClient.submit` raises."""
-        replicas, choices = self.request.fleet.replicas, self.choices
-        done = [(list(choice.tokens), choice.losses) for choice in choices]
-        replicas.count(self.engine, len(choices))
-        try:
-            submission = await self.engine.client.submit(
-                [choice.sequence for choice in choices], self._put, done, self.request.beginnings[-ADDED:]
-            )
-        except BaseException:
-            replicas.count(self.engine, -len(choices))
-            raise
-        for choice in choices:
-            choice.run = self
-        self._submission = submission
-        # What was aborted meanwhile.
-        self.leave({choice for choice in choices if choice.is_over})
-        for place, event in self._early:
-            self._take(self.choices[place], event)
-
-    def leave(self, choices: Container[_Choice]) -> None:
-        """Aborts choices at the engine."""
-        assert self._submission is not None
-        places = [i for i, choice in enumerate(self.choices) if choice.run is self and choice in choices]
-        for place in places:
-            self._end(self.choices[place])
-        self._submission.leave(places)
-
-    def _end(self, choice: _Choice) -> None:
-        choice.run = None
-        self.request.fleet.replicas.count(self.engine, -1)
-
-    def _put(self, place: int, event: protocol.Event) -> None:
-        if self._submission is None:
-            self._early.append((place, event))
-        else:
-            self._take(self.choices[place], event)
-
-    def _take(self, choice: _Choice, event: protocol.Event) -> None:
-        if choice.run is not self:
-            return
-        if event.finish_reason is None and event.failure is None:
-            self.request.deliver(choice, event, self.engine)
-            return
-        self._end(choice)
-        if event.failure is not None and event.failure.kind != "input":
-            log.info("%s at %s: %s", choice.name, self.engine.name, event.failure.message)
-            self.request.lose(choice, self.engine)
-        else:
-            self.request.deliver(choice, event, self.engine)
+    sequence: RemoteSequence
+    place: int
+    name: str
+    # Those in the inbox of the submission, and those that are taken out of it.
+    tokens: list[int] = field(default_factory=list)
+    # Where it is submitted; None where it waits for an engine, or is over.
+    engine: Engine | None = None
+    # Engines that have lost it, and those of them since its last token.
+    losses: int = 0
+    failures: int = 0
+    # Whether its last event is in the inbox, and whether its owner has aborted it.
+    is_over: bool = False
+    is_aborted: bool = False
+    # Its times so far, and the prompt tokens that its first engine had.
+    times: Times | None = None
+    cached: int = 0
 
 
 class _Request:
@@ -168,9 +103,11 @@ class _Request:
         names = [context.ids.get(sequence, context.answer_id) for sequence in sequences]
         self._choices = [_Choice(*entry) for entry in zip(sequences, range(len(names)), names, strict=True)]
         self.beginnings = fleet.beginnings(sequences, context)
-        # Choices without an engine, and those engines that have lost them last.
+        # What ends them at the engines that have accepted them.
+        self._leaves: list[Callable[[], None]] = []
+        # Choices that are lost, and those engines that have lost them last.
         self._lost: list[_Choice] = []
-        self._tried: list[Replica] = []
+        self._tried: list[Engine] = []
         self._moving: asyncio.Task | None = None
 
     async def begin(self) -> None:
@@ -182,19 +119,43 @@ class _Request:
         """Aborts what has not ended."""
         if self._moving is not None:
             self._moving.cancel()
-        for run in {choice.run for choice in self._choices if choice.run is not None}:
-            run.leave({*run.choices})
+        for leave in self._leaves:
+            leave()
+        for choice in self._choices:
+            self._detach(choice)
 
     def abort(self, name: str | None) -> None:
         """Ends choices that have no engine now; engines end the others, or are lost before."""
         for choice in self._choices:
             if not choice.is_over and name in (None, choice.name):
                 choice.is_aborted = True
-                if choice.run is None:
+                if choice.engine is None:
                     self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
 
-    def deliver(self, choice: _Choice, event: protocol.Event, engine: Engine) -> None:
-        """Puts an event of an engine into the inbox. What earlier engines have said is not said again."""
+    def _detach(self, choice: _Choice) -> None:
+        """A choice is at its engine no more. One that was aborted, and that the engine has not ended, is over."""
+        if choice.engine is None:
+            return
+        self.fleet.replicas.count(choice.engine, -1)
+        choice.engine = None
+        if choice.is_aborted and not choice.is_over:
+            self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
+
+    def _put(self, choice: _Choice, event: protocol.Event) -> None:
+        if event.finish_reason is not None or event.failure is not None:
+            choice.is_over = True
+            self._detach(choice)
+        self.inbox.put(choice.place, event)
+
+    def _take(self, choice: _Choice, event: protocol.Event) -> None:
+        """Takes an event of a choice's engine. What earlier engines have said is not said again."""
+        if (engine := choice.engine) is None:
+            # The client has left.
+            return
+        if event.failure is not None and event.failure.kind != "input":
+            log.info("%s at %s: %s", choice.name, engine.name, event.failure.message)
+            self._lose(choice, engine)
+            return
         choice.tokens += event.tokens
         choice.failures = 0 if event.tokens else choice.failures
         if event.times is not None:
@@ -209,17 +170,16 @@ class _Request:
             event.times, event.cached = choice.times, choice.cached
         self._put(choice, event)
 
-    def _put(self, choice: _Choice, event: protocol.Event) -> None:
-        choice.is_over = event.finish_reason is not None or event.failure is not None
-        self.inbox.put(choice.place, event)
-
-    def lose(self, choice: _Choice, engine: Engine) -> None:
+    def _lose(self, choice: _Choice, engine: Engine) -> None:
         """An engine has lost a choice: another one gets it."""
-        if choice.is_aborted:
-            self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
+        self._detach(choice)
+        if choice.is_over:
             return
         choice.losses += 1
         choice.failures += 1
+        if choice.failures == ATTEMPTS or choice.losses == MOST_LOSSES:
+            self._fail([choice], UnavailableError(GIVEN_UP))
+            return
         self._tried = [*self._tried, engine] if choice.failures > 1 else [engine]
         self._lost.append(choice)
         if self._moving is None or self._moving.done():
@@ -229,9 +189,6 @@ class _Request:
         """Brings choices that are lost to other engines."""
         while self._lost:
             choices, self._lost = self._lost, []
-            if over := [each for each in choices if each.failures >= ATTEMPTS or each.losses >= MOST_LOSSES]:
-                self._fail(over, UnavailableError(GIVEN_UP))
-            choices = [choice for choice in choices if choice not in over]
             try:
                 await self._place(choices, True)
             except Exception as e:
@@ -263,17 +220,19 @@ class _Request:
                 return
             if engine is None:
                 raise refusal
-            assert isinstance(engine, Engine)
             try:
-                await _Run(self, engine, choices).begin()
+                await self._submit(engine, choices)
+                return
+            except LostError:
+                # Each choice has an event of it.
                 return
             except (QueueFullError, ApiError, EngineError) as e:
                 if isinstance(e, ApiError) and e.status_code not in NO_PLACE:
                     raise
-                if isinstance(e, LostError) or type(e) is EngineError:
+                if type(e) is EngineError:
                     log.info("a request at %s: %s", engine.name, e)
                     for choice in choices:
-                        self.lose(choice, engine)
+                        self._lose(choice, engine)
                     return
                 refusal = e
             self._tried = [*self._tried, engine]
@@ -282,6 +241,24 @@ class _Request:
                     raise refusal
                 await replicas.changed(min(LOOK_S, until - loop.time()))
                 self._tried = []
+
+    async def _submit(self, engine: Engine, choices: Sequence[_Choice]) -> None:
+        """Submits choices to an engine, all of them or none. Raises what `EngineClient.submit` raises."""
+        self.fleet.replicas.count(engine, len(choices))
+        for choice in choices:
+            choice.engine = engine
+        try:
+            leave = await engine.client.submit(
+                [choice.sequence for choice in choices],
+                lambda place, event: self._take(choices[place], event),
+                [(list(choice.tokens), choice.losses) for choice in choices],
+                self.beginnings[-ADDED:],
+            )
+        except BaseException:
+            for choice in choices:
+                self._detach(choice)
+            raise
+        self._leaves.append(leave)
 
 
 class Fleet:
@@ -302,7 +279,7 @@ class Fleet:
     submits_again = True
 
     def __init__(self, wait_s: float = 120.0):
-        self.replicas, self.wait_s = Replicas(), wait_s
+        self.replicas, self.wait_s = Replicas[Engine](), wait_s
         self.hello: protocol.Hello | None = None
         self.has_hello = asyncio.Event()
         self.markers: frozenset[int] = frozenset()
@@ -337,13 +314,11 @@ class Fleet:
         self.replicas.observe(engine, 0)
         engine.client.lost(reason)
 
-    async def watch(self) -> None:
-        """Looks at all engines, for ever. One that does not answer delays no look at another."""
+    async def watch(self, engine: Engine) -> None:
+        """Looks at a connected engine, for ever."""
         while True:
-            for engine in self._connected():
-                if engine.looking is None or engine.looking.done():
-                    engine.looking = asyncio.get_running_loop().create_task(self._look(engine))
             await asyncio.sleep(LOOK_S)
+            await self._look(engine)
 
     async def _look(self, engine: Engine) -> None:
         loop = asyncio.get_running_loop()
@@ -369,7 +344,7 @@ class Fleet:
         self.replicas.set_open(engine, engine.is_well)
 
     def _connected(self) -> list[Engine]:
-        return [each for each in self.replicas.all if isinstance(each, Engine) and each.client.state.is_ready]
+        return [engine for engine in self.replicas.all if engine.client.state.is_ready]
 
     # What a front asks of an engine.
     @property
@@ -447,7 +422,6 @@ class Fleet:
             engine = await self.replicas.wait(beginnings, tried, self.wait_s if self.replicas.has_begun else 0)
             if engine is None:
                 break
-            assert isinstance(engine, Engine)
             try:
                 return await call(engine.client)
             except UnavailableError as e:
@@ -457,11 +431,9 @@ class Fleet:
 
     async def _of_all(self, question: str) -> dict[str, Any]:
         """The answers of all engines that live, by name."""
-        engines = self._connected()
         # For `metrics` and `figures` an engine that does not answer is no reason to have none.
         is_needed = question in ("flush", "reset")
-        if not is_needed:
-            engines = [engine for engine in engines if not engine.missed]
+        engines = [engine for engine in self._connected() if is_needed or not engine.missed]
 
         async def answer(engine: Engine) -> Any:
             async with asyncio.timeout(ALL_S if is_needed else ANSWER_S):
@@ -506,3 +478,34 @@ def summed(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     used = sum(each["usage"] * each["positions"] for each in figures)
     total["usage"] = used / max(total["positions"], 1)
     return total
+
+
+def _labelled(sample: bytes, label: bytes) -> bytes:
+    """A line of a sample whose label ``engine`` is ``label``."""
+    if b'engine="' in sample:
+        return _ENGINE.sub(label, sample, count=1)
+    name, brace, rest = sample.partition(b"{")
+    if not brace:
+        name, _, rest = sample.partition(b" ")
+        rest = b"} " + rest
+    return b"%s{%s%s%s" % (name, label, b"," if brace else b"", rest)
+
+
+def merged(texts: Mapping[str, bytes]) -> bytes:
+    """Prometheus' text of several engines.
+
+    It moves lines, since reading and writing each sample would hold the interpreter for a second where there are many
+    engines.
+
+    Args:
+        texts: The text of each, by the name of the engine, which takes the place of the label ``engine``.
+    """
+    families: dict[bytes, list[bytes]] = {}
+    for name, text in texts.items():
+        label = b'engine="%s"' % name.encode()
+        for family in _FAMILY.finditer(text):
+            head = text[family.start() : family.start(2)]
+            lines = families.setdefault(family[1], [head])
+            lines += [_labelled(sample, label) for sample in family[2].splitlines(keepends=True)]
+    count = b"# HELP dflash:replicas Engines that answer.\n# TYPE dflash:replicas gauge\ndflash:replicas %d\n"
+    return b"".join(line for lines in families.values() for line in lines) + count % len(texts)

@@ -43,7 +43,7 @@ class ClusterFront(FrontProcess):
         super().__init__()
         self._engines: Engines | None = None
         # The connections to engines, by name and address.
-        self._links: dict[tuple, Any] = {}
+        self._links: dict[tuple[str, str, int], Any] = {}
 
     def receive(self, record: Any) -> None:
         """Takes a record of the supervisor."""
@@ -59,7 +59,6 @@ class ClusterFront(FrontProcess):
 
         self._client = fleet = Fleet(self.args.wait_s)
         self._has_hello = fleet.has_hello
-        self._begin(fleet.watch())
         self._connect_all()
         return fleet
 
@@ -86,20 +85,20 @@ class ClusterFront(FrontProcess):
         """Connects to the engines that are announced, and leaves the others."""
         if self._client is None or self._engines is None:
             return
-        from dflash_jax.cluster.link import Link, tls_contexts
+        from dflash_jax.cluster.link import Link, tls_of
 
-        tls, announced = tls_contexts(self.args), set(self._engines.engines)
-        for key, link in list(self._links.items()):
-            # One that has come to its end goes, also where its engine is announced again: a new one begins below.
-            if not link.is_over():
-                link.set_leaving(key not in announced)
-            if link.is_over():
-                del self._links[key]
-                self._begin(link.stop())
-        for key in announced:
-            if key not in self._links:
-                name, host, port = key
-                self._links[key] = Link(self._client, name, (host, port), self._engines.secret, tls and tls[1])
+        tls, announced = tls_of(self.args), set(self._engines.engines)
+        for key, link in self._links.items():
+            self._client.set_leaving(link, key not in announced)
+        for key in announced - self._links.keys():
+            name, host, port = key
+            self._links[key] = Link(self._client, name, (host, port), self._engines.secret, tls)
+            self._begin(self._keep(key))
+
+    async def _keep(self, key: tuple[str, str, int]) -> None:
+        await self._links[key].run()
+        # At once, so that an engine that is announced again has a new link.
+        del self._links[key]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from dflash_jax.cluster.replica import ReplicaServer
@@ -112,10 +113,22 @@ class HostGroup:
     """
 
     def __init__(self, args: Namespace, system, secret: bytes, threads: str, gpus: float):
+        from ray.util.placement_group import placement_group, remove_placement_group
+
         self._args, self.ongoing, self.failure, self.address = args, 0, None, ("", 0)
         self._arguments = (args, system, secret, threads)
         self._has_ended = threading.Event()
-        self._release, self._group, self._each = _reserved(args, gpus)
+        if args.replica_slice is None:
+            # What each host reserves.
+            self._each = bundle(args, gpus)
+            self._group = placement_group([self._each] * args.replica_hosts, strategy="SPREAD")
+            self._release: Callable[[], None] = partial(remove_placement_group, self._group)
+        else:
+            from ray.util.tpu import SlicePlacementGroup
+
+            version, topology = args.replica_slice
+            whole = SlicePlacementGroup(topology, version)
+            self._each, self._group, self._release = whole.bundle_resources, whole.placement_group, whole.shutdown
 
     def start(self) -> None:
         """Starts all hosts, and returns when the first one answers requests.
@@ -127,7 +140,7 @@ class HostGroup:
 
         count = self._group.bundle_count
         try:
-            first, *others = self._hosts = _actors(self._group, self._each, self._arguments)
+            first, *others = self._hosts = self._actors()
             coordinator = ray.get(first.coordinator.remote())
             followers = [host.follow.remote(coordinator, count, 1 + i) for i, host in enumerate(others)]
             leader = first.lead.remote(coordinator, count)
@@ -142,6 +155,25 @@ class HostGroup:
             raise EngineError(f"a replica over {count} hosts cannot start: {str(e)[-500:]}") from None
         self.address = address
         threading.Thread(target=self._look, name="look", daemon=True).start()
+
+    def _actors(self) -> list[Any]:
+        """A `Host` on every bundle of the placement group, in the order in which JAX numbers them."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray.get(self._group.ready())
+        resources, actor = dict(self._each), ray.remote(Host)
+        options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
+        places = [PlacementGroupSchedulingStrategy(self._group, i) for i in range(self._group.bundle_count)]
+        hosts = [
+            actor.options(max_concurrency=8, scheduling_strategy=place, **options).remote(*self._arguments)
+            for place in places
+        ]
+        if self._args.replica_slice is None:
+            return hosts
+        # JAX takes the numbers that a slice gives its hosts.
+        numbers = ray.get([host.number_in_slice.remote() for host in hosts])
+        return [host for _, host in sorted(zip(numbers, hosts, strict=True), key=lambda pair: pair[0])]
 
     def _look(self) -> None:
         import ray
@@ -162,42 +194,3 @@ class HostGroup:
         with suppress(ray.exceptions.RayError):
             ray.get(self._hosts[0].stop.remote(), timeout=self._args.drain_s + STOP_S)
         self._release()
-
-
-def _reserved(args: Namespace, gpus: float) -> tuple[Callable[[], None], Any, dict[str, float]]:
-    """What gives it back, the placement group of a replica, and what each of its hosts reserves."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    if args.replica_slice is not None:
-        from ray.util.tpu import SlicePlacementGroup
-
-        version, topology = args.replica_slice
-        reserved = SlicePlacementGroup(topology, version)
-        return reserved.shutdown, reserved.placement_group, reserved.bundle_resources
-    each = bundle(args, gpus)
-    group = placement_group([each] * args.replica_hosts, strategy="SPREAD")
-    return lambda: remove_placement_group(group), group, each
-
-
-def _actors(group: Any, each: dict[str, float], arguments: tuple) -> list[Any]:
-    """A `Host` on every bundle of a placement group, in the order in which JAX numbers them."""
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    ray.get(group.ready())
-    actor = ray.remote(Host)
-    hosts = [
-        actor.options(
-            num_cpus=each.get("CPU", 0),
-            num_gpus=each.get("GPU", 0),
-            resources={name: value for name, value in each.items() if name not in ("CPU", "GPU")},
-            max_concurrency=8,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, i),
-        ).remote(*arguments)
-        for i in range(group.bundle_count)
-    ]
-    if arguments[0].replica_slice is None:
-        return hosts
-    # JAX takes the numbers that a slice gives its hosts.
-    numbers = ray.get([host.number_in_slice.remote() for host in hosts])
-    return [host for _, host in sorted(zip(numbers, hosts, strict=True), key=lambda pair: pair[0])]

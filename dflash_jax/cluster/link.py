@@ -1,7 +1,8 @@
 """Connections between fronts and engines, over TCP: both ends prove the cluster's secret before any record is read.
 
-Who connects is asked for a proof at once, and has `GREETING_S` seconds for it. A stranger's connection costs a socket
-and 72 bytes for that time, and never more than `GREETINGS` of them are open: the oldest one is closed for the next.
+TLS comes first where it is on, and the proofs are of the engine's certificate, too: who relays them has another one.
+Who connects has `GREETING_S` seconds for all of that. Never more than `GREETINGS` connections without a proof are open:
+the oldest one is closed for the next.
 """
 
 import asyncio
@@ -12,6 +13,9 @@ import socket
 import ssl
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from dflash_jax import protocol
 from dflash_jax.cluster.fleet import Engine, Fleet
@@ -21,8 +25,12 @@ from dflash_jax.server import transport, wire
 
 log = logging.getLogger("dflash_jax.cluster")
 
-# Begins what a listener says. The last byte is the version.
-MAGIC = b"dflash\x01\x01"
+# Begins what each end says. The last byte is the version.
+MAGIC = b"dflash\x01\x02"
+# Bytes of each end's beginning.
+OPENING = len(MAGIC) + NONCE
+# A reader with this limit takes one piece of a connection at a time: a channel's buffer has room for what it leaves.
+ONE_PIECE = 1
 # Seconds between two attempts to connect, and until an address that does not answer is tried again.
 AGAIN_S, CONNECT_S = 0.5, 10.0
 
@@ -31,44 +39,22 @@ class StrangerError(EngineError):
     """The other end does not know the secret, or speaks another version."""
 
 
-async def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = await asyncio.get_running_loop().sock_recv(connection, size - len(data))
-        if not part:
-            raise StrangerError("the connection was closed")
-        data += part
-    return data
+class Tls(NamedTuple):
+    """TLS between fronts and engines.
+
+    Attributes:
+        engines: What engines accept connections with.
+        fronts: What fronts connect with. They demand the certificate of the engines.
+        certificate: The certificate of the engines, in DER.
+    """
+
+    engines: ssl.SSLContext
+    fronts: ssl.SSLContext
+    certificate: bytes
 
 
-async def _prove_engine(connection: socket.socket, secret: bytes) -> None:
-    """The engine's part of the proof: the other end is first."""
-    loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(NONCE)
-    await loop.sock_sendall(connection, MAGIC + nonce)
-    answer = await _exactly(connection, NONCE + PROOF)
-    if not hmac.compare_digest(answer[NONCE:], proof_of(secret, b"front", nonce, answer[:NONCE])):
-        raise StrangerError("the other end does not know the secret of this cluster")
-    await loop.sock_sendall(connection, proof_of(secret, b"engine", answer[:NONCE], nonce))
-
-
-async def _prove_front(connection: socket.socket, secret: bytes) -> None:
-    """The front's part of the proof."""
-    loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(NONCE)
-    first = await _exactly(connection, len(MAGIC) + NONCE)
-    if first[: len(MAGIC)] != MAGIC:
-        raise StrangerError("no engine of this version listens there")
-    await loop.sock_sendall(connection, nonce + proof_of(secret, b"front", first[len(MAGIC) :], nonce))
-    if not hmac.compare_digest(
-        await _exactly(connection, PROOF), proof_of(secret, b"engine", nonce, first[len(MAGIC) :])
-    ):
-        raise StrangerError("the engine there does not know the secret of this cluster")
-
-
-def tls_contexts(args: Namespace) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-    """TLS of engines and of fronts, with the certificate of the cluster's address, which fronts demand.
-
-    Returns:
-        The contexts; None without a certificate, or on one machine.
+def tls_of(args: Namespace) -> Tls | None:
+    """TLS with the certificate of the cluster's address; None without a certificate, or on one machine.
 
     Raises:
         InputError: A file cannot be used.
@@ -79,10 +65,36 @@ def tls_contexts(args: Namespace) -> tuple[ssl.SSLContext, ssl.SSLContext] | Non
     engines = transport.tls_context(Namespace(**vars(args) | {"ssl_cert_reqs": 0, "ssl_ca_certs": None}))
     assert engines is not None
     fronts = ssl.create_default_context(cafile=args.ssl_certfile)
-    # It is this very certificate, whatever the host's name.
+    # It is a certificate of this very file, whatever the host's name.
     fronts.check_hostname = False
     fronts.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return engines, fronts
+    # The first one of the file is the engine's; those of its authorities follow.
+    body = Path(args.ssl_certfile).read_text("latin-1").partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
+    return Tls(engines, fronts, ssl.PEM_cert_to_DER_cert(ssl.PEM_HEADER + body + ssl.PEM_FOOTER))
+
+
+def _check(data: bytes, secret: bytes, end: bytes, *parts: bytes) -> None:
+    """Checks the proof of the other end. Raises StrangerError."""
+    if not hmac.compare_digest(data, proof_of(secret, end, *parts)):
+        raise StrangerError(f"no {end.decode()} of this cluster is there: it does not know the secret, or relays it")
+
+
+async def _hand_over(reader: asyncio.StreamReader, connection: Any, make: Callable[[], wire.Channel]) -> None:
+    """Gives a connection to a new channel, with what has come after the other end's proof. It does not wait."""
+    if connection.is_closing() or reader.at_eof():
+        # The channel would not be told.
+        raise StrangerError("the connection was closed")
+    reader.feed_eof()
+    rest = await reader.read()
+    tune(connection.get_extra_info("socket"))
+    channel = make()
+    connection.set_protocol(channel)
+    channel.connection_made(connection)
+    # The reader may have paused it, and the channel may do so.
+    connection.resume_reading()
+    if rest:
+        channel.get_buffer(len(rest))[: len(rest)] = rest
+        channel.buffer_updated(len(rest))
 
 
 class Listener:
@@ -92,15 +104,11 @@ class Listener:
         listening: The listening socket.
         secret: What fronts prove.
         make: Makes the channel of a front.
-        tls: TLS of engines; None for none.
+        tls: TLS of the cluster; None for none.
     """
 
     def __init__(
-        self,
-        listening: socket.socket,
-        secret: bytes,
-        make: Callable[[], wire.Channel],
-        tls: ssl.SSLContext | None = None,
+        self, listening: socket.socket, secret: bytes, make: Callable[[], wire.Channel], tls: Tls | None = None
     ):
         self._listening, self._secret, self._make, self._tls = listening, secret, make, tls
         listening.setblocking(False)
@@ -120,7 +128,7 @@ class Listener:
                     await asyncio.sleep(AGAIN_S)
                     continue
                 if len(self._greetings) >= GREETINGS:
-                    # A front has its turn within a round trip: the oldest is a stranger's.
+                    # A front has its turn within a few round trips: the oldest is a stranger's.
                     oldest = next(iter(self._greetings))
                     del self._greetings[oldest]
                     oldest.cancel()
@@ -132,77 +140,83 @@ class Listener:
             for greeting in list(self._greetings):
                 greeting.cancel()
 
-    async def _greet(self, connection: socket.socket) -> None:
-        loop, channel = asyncio.get_running_loop(), None
+    async def _greet(self, accepted: socket.socket) -> None:
+        loop, reader, connection = asyncio.get_running_loop(), asyncio.StreamReader(ONE_PIECE), None
         try:
-            connection.setblocking(False)
+            accepted.setblocking(False)
             async with asyncio.timeout(GREETING_S):
-                await _prove_engine(connection, self._secret)
-                tune(connection)
-                channel = self._make()
-                await loop.connect_accepted_socket(lambda: channel, connection, ssl=self._tls)
-        except (OSError, TimeoutError, EngineError, asyncio.CancelledError):
-            connection.close()
-            if channel is not None and not channel.has_ended:
-                channel.connection_lost(None)
+                connection, _ = await loop.connect_accepted_socket(
+                    lambda: asyncio.StreamReaderProtocol(reader), accepted, ssl=self._tls and self._tls.engines
+                )
+                first, own = await reader.readexactly(OPENING), MAGIC + secrets.token_bytes(NONCE)
+                if not first.startswith(MAGIC):
+                    raise StrangerError("no front of this version is there")
+                parts = first, own, self._tls.certificate if self._tls else b""
+                connection.write(own + proof_of(self._secret, b"engine", *parts))
+                _check(await reader.readexactly(PROOF), self._secret, b"front", *parts)
+            await _hand_over(reader, connection, self._make)
+        except (OSError, TimeoutError, EOFError, EngineError, asyncio.CancelledError):
+            # asyncio closes a socket that it makes no connection of.
+            if connection is not None:
+                connection.abort()
 
 
-async def connect(
-    address: tuple[str, int], secret: bytes, channel: wire.Channel, tls: ssl.SSLContext | None = None
-) -> None:
+async def connect(address: tuple[str, int], secret: bytes, channel: wire.Channel, tls: Tls | None = None) -> None:
     """Connects a channel to an engine.
 
     Args:
         address: Where the engine listens.
         secret: What both ends prove.
         channel: The channel.
-        tls: TLS of fronts; None for none.
+        tls: TLS of the cluster; None for none.
 
     Raises:
-        OSError: The engine cannot be reached.
+        OSError: The engine cannot be reached, or has another certificate.
         EngineError: What listens there does not know the secret.
     """
-    loop, host = asyncio.get_running_loop(), address[0]
-    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    loop, reader, connection = asyncio.get_running_loop(), asyncio.StreamReader(ONE_PIECE), None
     try:
-        connection.setblocking(False)
         async with asyncio.timeout(CONNECT_S):
-            await loop.sock_connect(connection, address)
-            await _prove_front(connection, secret)
-            tune(connection)
-            await loop.create_connection(
-                lambda: channel, sock=connection, ssl=tls, server_hostname=None if tls is None else host
+            connection, _ = await loop.create_connection(
+                lambda: asyncio.StreamReaderProtocol(reader), *address, ssl=tls and tls.fronts
             )
-    except BaseException:
-        connection.close()
+            connection.write(own := MAGIC + secrets.token_bytes(NONCE))
+            answer = await reader.readexactly(OPENING + PROOF)
+        if not answer.startswith(MAGIC):
+            raise StrangerError("no engine of this version listens there")
+        # Of this very session: a relay's is another one, unless it has the key of the engines' certificate.
+        certificate = connection.get_extra_info("ssl_object").getpeercert(True) if tls else b""
+        parts = own, answer[:OPENING], certificate
+        _check(answer[OPENING:], secret, b"engine", *parts)
+        connection.write(proof_of(secret, b"front", *parts))
+        await _hand_over(reader, connection, lambda: channel)
+    except BaseException as e:
+        if connection is not None:
+            connection.abort()
+        if isinstance(e, EOFError):
+            raise StrangerError("the connection was closed") from None
         raise
 
 
-class Link:
-    """Keeps an engine of a fleet connected.
+class Link(Engine):
+    """An engine of a fleet that is kept connected while it is not left.
 
     Args:
         fleet: The fleet.
         name: The engine's name.
         address: Where it listens.
         secret: What both ends prove.
-        tls: TLS of fronts; None for none.
-
-    Attributes:
-        address: As above.
-        engine: The engine.
+        tls: TLS of the cluster; None for none.
     """
 
-    def __init__(self, fleet: Fleet, name: str, address: tuple[str, int], secret: bytes, tls: ssl.SSLContext | None):
-        self._fleet, self.address, self._secret, self._tls = fleet, address, secret, tls
-        self.engine = Engine(name, self._send, self._break_off)
+    def __init__(self, fleet: Fleet, name: str, address: tuple[str, int], secret: bytes, tls: Tls | None):
+        super().__init__(name, self._send, self._break_off)
+        self._fleet, self._address, self._secret, self._tls = fleet, address, secret, tls
         self._channel: wire.Channel | None = None
-        fleet.replicas.join(self.engine)
-        self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _send(self, record: protocol.FromFront) -> None:
         if self._channel is None:
-            self.engine.client.lost("there is no connection")
+            self.client.lost("there is no connection")
         else:
             self._channel.send(record)
 
@@ -210,37 +224,36 @@ class Link:
         if self._channel is not None:
             self._channel.abort()
 
-    async def _run(self) -> None:
-        fleet, engine, said = self._fleet, self.engine, ""
-        while not engine.is_leaving:
-            ended = asyncio.Event()
-            channel = wire.Channel(protocol.FromEngine, lambda record: fleet.receive(engine, record), ended.set)
+    async def run(self) -> None:
+        """Keeps it connected. Returns when the engine is left and its connection has ended."""
+        said = ""
+        self._fleet.replicas.join(self)
+        try:
+            while not self.is_leaving:
+                try:
+                    await self._be_connected()
+                except (OSError, TimeoutError, EngineError) as e:
+                    if (reason := str(e) or type(e).__name__) != said:
+                        log.warning("engine %s cannot be reached at %s:%d: %s", self.name, *self._address, reason)
+                    said = reason
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            self._fleet.replicas.remove(self)
+
+    async def _be_connected(self) -> None:
+        """Connects, and returns when the connection has ended."""
+        ended = asyncio.Event()
+        # It may be asked as soon as its first records are here.
+        self._channel = wire.Channel(protocol.FromEngine, partial(self._fleet.receive, self), ended.set)
+        try:
+            await connect(self._address, self._secret, self._channel, self._tls)
+            log.info("engine %s is connected at %s:%d", self.name, *self._address)
+            watching = asyncio.get_running_loop().create_task(self._fleet.watch(self))
             try:
-                # It may be asked as soon as its first records are here.
-                self._channel = channel
-                await connect(self.address, self._secret, channel, self._tls)
-                log.info("engine %s is connected at %s:%d", engine.name, *self.address)
                 await ended.wait()
-            except (OSError, TimeoutError, EngineError) as e:
-                if (reason := str(e) or type(e).__name__) != said:
-                    log.warning("engine %s cannot be reached at %s:%d: %s", engine.name, *self.address, reason)
-                said = reason
+            finally:
+                watching.cancel()
+        finally:
+            self._break_off()
             self._channel = None
-            if ended.is_set():
-                fleet.lose(engine, "its connection has ended")
-            await asyncio.sleep(AGAIN_S)
-
-    def set_leaving(self, is_leaving: bool) -> None:
-        """As of `Fleet`."""
-        self._fleet.set_leaving(self.engine, is_leaving)
-
-    def is_over(self) -> bool:
-        """Whether the engine was left, and its connection has ended: it connects no more."""
-        return self._task.done() or (self.engine.is_leaving and self._channel is None)
-
-    async def stop(self) -> None:
-        """Ends the connection."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._break_off()
-        self._fleet.replicas.remove(self.engine)
+        self._fleet.lose(self, "its connection has ended")

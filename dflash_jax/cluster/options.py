@@ -8,8 +8,8 @@ from functools import partial
 
 from dflash_jax.errors import InputError
 from dflash_jax.options import serve
-from dflash_jax.options.option import add_options, faults, option
-from dflash_jax.options.parser import program
+from dflash_jax.options.option import option
+from dflash_jax.options.parser import Parser, program
 
 # Hosts of a replica, and any other number.
 MOST_HOSTS, MOST = 1024, 10**9
@@ -95,11 +95,11 @@ class ClusterOptions:
     )
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of `cluster`."""
     p = serve.make_parser()
     p.prog, p.description = program("cluster"), DESCRIPTION
-    add_options(p, ClusterOptions)
+    p.add_options(ClusterOptions)
     return p
 
 
@@ -108,8 +108,6 @@ def parse(argv: list[str] | None):
     args, system = serve.parse(argv, make_parser())
     if args.distributed:
         raise InputError("--distributed is of `dflash serve`: here --replica-hosts N divides a replica among hosts")
-    for each, value in faults(ClusterOptions, vars(args)):
-        raise InputError(f"{each.flag} {value}: it must be {each.right}")
     devices = devices_of(args.mesh)
     if devices % args.replica_hosts:
         raise InputError(f"--replica-hosts {args.replica_hosts}: it must divide the {devices} devices of --mesh")

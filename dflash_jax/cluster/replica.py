@@ -6,7 +6,7 @@ import threading
 import time
 from argparse import Namespace
 
-from dflash_jax.cluster.link import Listener, tls_contexts
+from dflash_jax.cluster.link import Listener, tls_of
 from dflash_jax.errors import EngineError
 from dflash_jax.server import transport
 from dflash_jax.server.engine_process import FrontChannels
@@ -34,7 +34,7 @@ class ReplicaServer:
 
     def __init__(self, args: Namespace, system, secret: bytes, host: str):
         set_logging(args)
-        tls, listening = tls_contexts(args), transport.listen(host, 0)
+        tls, listening = tls_of(args), transport.listen(host, 0)
         self.address: tuple[str, int] = listening.getsockname()[:2]
         llm = load(args, system)
         # Until `stop`: followers on other hosts make its calls.
@@ -42,18 +42,15 @@ class ReplicaServer:
         self._leading.__enter__()
         self.host, self._name = host_of(args, llm), model_names(args)[0]
         self._channels, self._drain_s = FrontChannels(self.host), args.drain_s
-        self._listener = Listener(listening, secret, self._channels.new, tls and tls[0])
+        self._listener = Listener(listening, secret, self._channels.new, tls)
         self._warm_up = WarmUpThread(
-            self.host, self.host.start_workers, args.warm_up == "full", self._tell_ready, self._fail
+            self.host, self.host.start_workers, args.warm_up == "full", self._tell_ready, self._end
         )
-        self._loop, self._is_ending, self._has_failed = asyncio.new_event_loop(), asyncio.Event(), False
-        self._thread = threading.Thread(target=self._run, name="fronts", daemon=True)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
+        self._is_ending = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="fronts", daemon=True)
 
     async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
         log.info("listening to fronts on %s:%d, warming up", *self.address)
         self._warm_up.start()
         serving = asyncio.ensure_future(self._listener.serve())
@@ -72,8 +69,7 @@ class ReplicaServer:
         warm = self.host.warm_up
         log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, self._name)
 
-    def _fail(self) -> None:
-        self._has_failed = True
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._is_ending.set)
 
     def start(self) -> None:
@@ -84,7 +80,7 @@ class ReplicaServer:
         """
         self._thread.start()
         while not self.host.is_ready:
-            if self._has_failed or not self._thread.is_alive():
+            if not self._thread.is_alive():
                 raise EngineError("the warm-up of a replica failed; its log says why")
             time.sleep(POLL_S)
 
@@ -101,6 +97,6 @@ class ReplicaServer:
     def stop(self) -> None:
         """Returns when the requests under way have ended, or after the time of a drain."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._is_ending.set)
+            self._end()
             self._thread.join()
         self._leading.__exit__(None, None, None)

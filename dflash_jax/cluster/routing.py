@@ -7,7 +7,9 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 # A replica that has a beginning gets at most BOUND times the mean of all, as in consistent hashing with bounded loads
 # (arXiv 1608.01350). It gets LEAST requests in any case.
@@ -55,32 +57,6 @@ def beginnings_of(prompt: Sequence[int], markers: frozenset[int] = frozenset()) 
     return beginnings
 
 
-class Beginnings:
-    """Names of the replicas that had requests with a beginning, for the `KNOWN` beginnings that were last in use."""
-
-    def __init__(self):
-        self._names: OrderedDict[Beginning, tuple[str, ...]] = OrderedDict()
-
-    def known(self, beginnings: Sequence[Beginning]) -> Iterator[tuple[str, ...]]:
-        """Yields the names of each known beginning from the longest one, up to one that is `COMMON`."""
-        for beginning in reversed(beginnings):
-            names = self._names.get(beginning, ())
-            if len(names) == COMMON:
-                return
-            if names:
-                yield names
-
-    def add(self, beginnings: Sequence[Beginning], name: str) -> None:
-        """Adds the replica that gets a request. A session is at one replica only, that of its last request."""
-        shared = next((i for i in range(len(beginnings), 0, -1) if beginnings[i - 1] in self._names), 0)
-        for beginning in beginnings[max(0, shared - TOUCHED) : shared + ADDED]:
-            names = () if isinstance(beginning, bytes) else self._names.get(beginning, ())
-            self._names[beginning] = (name, *(other for other in names if other != name))[:COMMON]
-            self._names.move_to_end(beginning)
-        while len(self._names) > KNOWN:
-            self._names.popitem(last=False)
-
-
 @dataclass(eq=False)
 class Replica:
     """What gets requests.
@@ -103,7 +79,10 @@ class Replica:
         return self.own + self.others
 
 
-class Replicas:
+R = TypeVar("R", bound=Replica)
+
+
+class Replicas(Generic[R]):
     """All replicas of a front.
 
     Attributes:
@@ -112,25 +91,26 @@ class Replicas:
     """
 
     def __init__(self):
-        self._replicas: dict[str, Replica] = {}
-        self._changed = asyncio.Event()
-        self._beginnings, self._requests = Beginnings(), 0
-        self.open: list[Replica] = []
+        self._replicas: dict[str, R] = {}
+        self._changed, self._requests = asyncio.Event(), 0
+        # Names of the replicas that had requests with a beginning, for the `KNOWN` beginnings that were last in use.
+        self._names: OrderedDict[Beginning, tuple[str, ...]] = OrderedDict()
+        self.open: list[R] = []
         self.has_begun = False
 
-    def join(self, replica: Replica) -> None:
+    def join(self, replica: R) -> None:
         """Adds a replica, in place of one of the same name."""
         self._replicas[replica.name] = replica
         self._change()
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: R) -> None:
         """Removes a replica."""
         if self._replicas.get(replica.name) is replica:
             del self._replicas[replica.name]
         self.observe(replica, 0)
         self.set_open(replica, False)
 
-    def set_open(self, replica: Replica, is_open: bool) -> None:
+    def set_open(self, replica: R, is_open: bool) -> None:
         """Gives a replica requests, or no further ones. Those that it has go on."""
         if replica.is_open != is_open:
             replica.is_open = is_open
@@ -143,22 +123,22 @@ class Replicas:
         self._changed = asyncio.Event()
 
     @property
-    def all(self) -> list[Replica]:
+    def all(self) -> list[R]:
         """All replicas, by name."""
         return sorted(self._replicas.values(), key=lambda replica: replica.name)
 
-    def count(self, replica: Replica, requests: int) -> None:
+    def count(self, replica: R, requests: int) -> None:
         """Counts requests of this front that a replica gets, or with a negative number those that end."""
         replica.own += requests
         self._requests += requests
 
-    def observe(self, replica: Replica, requests: int) -> None:
+    def observe(self, replica: R, requests: int) -> None:
         """Takes the number of requests that a replica says it has of all fronts."""
         others = max(0, requests - replica.own)
         self._requests += others - replica.others
         replica.others = others
 
-    def choose(self, beginnings: Sequence[Beginning], tried: Collection[Replica] = ()) -> Replica | None:
+    def choose(self, beginnings: Sequence[Beginning], tried: Collection[R] = ()) -> R | None:
         """The replica for a request: one that had its longest known beginning, unless that has too many requests.
 
         Args:
@@ -171,7 +151,7 @@ class Replicas:
         if not choices:
             return None
         most = max(LEAST, math.ceil(BOUND * (self._requests + 1) / len(self.open)))
-        for names in self._beginnings.known(beginnings):
+        for names in self._known(beginnings):
             replicas = (replica for name in names if (replica := self._replicas.get(name)) is not None)
             if having := [r for r in replicas if r.is_open and r not in tried and r.requests < most]:
                 choices = having
@@ -179,22 +159,35 @@ class Replicas:
         else:
             choices = random.sample(choices, min(SAMPLE, len(choices)))
         replica = min(choices, key=lambda replica: replica.requests)
-        self._beginnings.add(beginnings, replica.name)
+        self.learn(beginnings, replica)
         return replica
 
+    def _known(self, beginnings: Sequence[Beginning]) -> Iterator[tuple[str, ...]]:
+        """Yields the names of each known beginning from the longest one, up to one that is `COMMON`."""
+        for beginning in reversed(beginnings):
+            names = self._names.get(beginning, ())
+            if len(names) == COMMON:
+                return
+            if names:
+                yield names
+
     def learn(self, beginnings: Sequence[Beginning], replica: Replica) -> None:
-        """Takes the beginnings of a request that another front has sent to a replica."""
-        self._beginnings.add(beginnings, replica.name)
+        """Takes the beginnings of a request that a replica gets. A session is at its last request's replica only."""
+        shared = next((i for i in range(len(beginnings), 0, -1) if beginnings[i - 1] in self._names), 0)
+        for beginning in beginnings[max(0, shared - TOUCHED) : shared + ADDED]:
+            others = () if isinstance(beginning, bytes) else self._names.get(beginning, ())
+            self._names[beginning] = (replica.name, *(name for name in others if name != replica.name))[:COMMON]
+            self._names.move_to_end(beginning)
+        while len(self._names) > KNOWN:
+            self._names.popitem(last=False)
 
     async def changed(self, seconds: float) -> None:
         """Waits until replicas come, go, open or close, for ``seconds`` at most."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
 
-    async def wait(self, beginnings: Sequence[Beginning], tried: Collection[Replica], seconds: float) -> Replica | None:
+    async def wait(self, beginnings: Sequence[Beginning], tried: Collection[R], seconds: float) -> R | None:
         """`choose`, as soon as there is a replica; None where none takes requests within ``seconds``."""
         until = time.monotonic() + seconds
         while (replica := self.choose(beginnings, tried)) is None and (left := until - time.monotonic()) > 0:

@@ -51,14 +51,12 @@ class SpeedComparison:
 
     Attributes:
         block_size: The block size of the drafted side.
-        repeats: Measured runs of each side.
         drafted: The completion of the drafted run with the median seconds of decoding; of several prompts, all
             completions are those of one run.
         plain: The same without the drafter.
     """
 
     block_size: int
-    repeats: int
     drafted: Completion
     plain: Completion
 
@@ -77,14 +75,13 @@ def measure_drafting(
     llm: LLM,
     prompts: Sequence[str | Sequence[int]],
     params: SamplingParams,
-    repeats: int = REPEATS,
     *,
     is_batched: bool = False,
     watch: Watch | None = None,
 ) -> list[SpeedComparison]:
     """Continues prompts with the drafter and without it, and measures both when their programs are compiled.
 
-    Each side runs once without measurement, then both run ``repeats`` times, one after the other: a change of the
+    Each side runs once without measurement, then both run `REPEATS` times, one after the other: a change of the
     machine's speed meets both.
 
     Args:
@@ -92,7 +89,6 @@ def measure_drafting(
             one block size, where "auto" may mix several.
         prompts: Text or token ids each.
         params: Those of both sides. A seed of None is replaced by 0.
-        repeats: Measured runs of each side.
         is_batched: Whether the prompts run together; else one after the other.
         watch: Sees the text of each run; needs prompts that run one after the other.
 
@@ -116,12 +112,12 @@ def measure_drafting(
         return completions
 
     runs: dict[bool, list[list[Completion]]] = {True: [], False: []}
-    for number in range(repeats + 1):
+    for number in range(REPEATS + 1):
         for is_drafted, measured in runs.items():
             completions = run(is_drafted, number)
             measured += [completions] if number else []
     sides = map(median_run, runs.values())
-    return [SpeedComparison(block_size, repeats, *pair) for pair in zip(*sides, strict=True)]
+    return [SpeedComparison(block_size, *pair) for pair in zip(*sides, strict=True)]
 
 
 def median_run(runs: Sequence[Sequence[Completion]]) -> Sequence[Completion]:

@@ -1,6 +1,7 @@
 """Keywords of `LLM` under the names of vLLM and SGLang."""
 
 import argparse
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
@@ -46,11 +47,9 @@ ACCEPTED = [*DEFAULTS, *(name for name, (alias, _) in KEYWORDS.items() if alias.
 
 def signature() -> Signature:
     """The signature of `LLM`."""
-    parameters = []
-    for name, default in DEFAULTS.items():
-        kind = Parameter.POSITIONAL_OR_KEYWORD if name in ("target", "draft") else Parameter.KEYWORD_ONLY
-        parameters.append(Parameter(name, kind, default=default, annotation=hints_of(LLMConfig)[name]))
-    return Signature([*parameters, Parameter("other_names", Parameter.VAR_KEYWORD)])
+    first, second, *others = inspect.signature(LLMConfig).parameters.values()
+    others = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in others]
+    return Signature([first, second, *others, Parameter("other_names", Parameter.VAR_KEYWORD)])
 
 
 def with_other_names(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

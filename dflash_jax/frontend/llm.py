@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -17,7 +16,7 @@ from dflash_jax import __version__
 from dflash_jax.argument_checks import caller_names, check_type
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.compile_cache import cache_directory, enable_disk_cache
-from dflash_jax.engine.config import Speculation, speculations_of
+from dflash_jax.engine.config import BlockSize, EngineConfig, Speculation, prefill_config, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -26,7 +25,6 @@ from dflash_jax.engine.memory import allow_pinned_memory, free_memory, plan_memo
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.round_costs import NO_RECORD, CostRecord, RoundCosts, platform_named, processors
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.front_model import ModelFacts
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import signature, with_other_names
@@ -47,8 +45,27 @@ from dflash_jax.models.drafting import Drafting, DraftWindow, check_complete, to
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.cache import page_size
 from dflash_jax.parallel.group import joined
+from dflash_jax.sampling_params import MAX_LOGPROBS
 
 log = logging.getLogger("dflash_jax")
+
+# Block sizes that rounds are compiled for, below the drafter's own. On a CPU each further token of a block costs time,
+# and so it does where each draft is a step of the drafter.
+BLOCK_SIZES, CPU_BLOCK_SIZES, STEPPED_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16), (1, 2, 4, 6, 8)
+
+
+def compiled_block_sizes(largest: int, block_size: BlockSize, is_stepped: bool) -> tuple[int, ...]:
+    """Block sizes that are compiled for a drafter, ascending: the usual ones, the ``largest``, and ``block_size``.
+
+    Args:
+        largest: The drafter's largest block size.
+        block_size: The LLM's own; left out where it is larger.
+        is_stepped: Whether each draft is a step of the drafter.
+    """
+    usual = CPU_BLOCK_SIZES if jax.default_backend() == "cpu" else BLOCK_SIZES
+    usual = STEPPED_BLOCK_SIZES if is_stepped else usual
+    fixed = () if block_size == "auto" or block_size > largest else (block_size,)
+    return tuple(sorted({*(b for b in usual if b < largest), largest, *fixed}))
 
 
 class LLM(Generation):
@@ -150,11 +167,6 @@ class LLM(Generation):
         self._sync_engine, self._is_loaded = SyncEngine(self), True
         # Compiled programs of drafters from memory, by their structure and shapes.
         self._compiled: dict = {}
-
-    @classmethod
-    def from_config(cls, config: LLMConfig) -> "LLM":
-        """An `LLM` of a configuration."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
     @property
     def engine(self) -> Engine | None:
@@ -309,6 +321,7 @@ class LLM(Generation):
         capacity: int,
         policy: DraftLengthPolicy | None = None,
         max_total_tokens: int | None = None,
+        max_num_batched_tokens: int | None = None,
         **options,
     ) -> Engine:
         """An engine for this pair of models, apart from the one behind `generate`.
@@ -320,24 +333,27 @@ class LLM(Generation):
             policy: Chooses block sizes; None: a new one.
             max_total_tokens: Tokens that all pages of keys and values have room for, which the slots and the prefix
                 cache share; None: as many as they can use, or as fit.
-            **options: Further fields of its `EngineConfig`.
+            max_num_batched_tokens: As in `EngineConfig`; None takes the platform's default.
+            **options: Further fields of its `EngineConfig`, which override the platform's.
 
         Raises:
             InputError: The memory is not enough.
         """
         policy = policy or self._new_policy(programs)
-        config, settings = engine_setup(
-            policy.speculations,
-            self.backend,
-            reproducible=self.reproducible,
-            vocab=self.config.vocab_size,
-            draft_window=self.draft_window,
+        exact, has_triton = self.reproducible, self.backend.has_triton
+        block_size = max(BLOCK_SIZES[-1], policy.speculations[-1].block_size) if exact else 1
+        settings = Settings(block_size, exact, min(MAX_LOGPROBS, self.config.vocab_size), self.draft_window)
+        options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
+        config = EngineConfig(
+            speculations=policy.speculations,
+            max_decode_batch=1 if exact else None,
             prefix_bytes=self.prefix_bytes,
             prefix_host_bytes=self.prefix_host_bytes,
             swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
+            adaptive=not exact,
             media=self.encoder is not None,
-            recomputes_exactly=self.reproducible or self.dtype == "float32",
+            recomputes_exactly=exact or self.dtype == "float32",
             **options,
         )
         tower = 0 if self.encoder is None else self.encoder.device_bytes(capacity)

@@ -12,7 +12,6 @@ from dflash_jax.argument_checks import shown
 from dflash_jax.engine.media import PlacedFrame, UnencodedMedia
 from dflash_jax.errors import InputError
 from dflash_jax.media.errors import MediaError
-from dflash_jax.media.expand import ExpandedPrompt, expand
 from dflash_jax.media.fetch import Fetcher
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.media.medium import Medium, check_grid
@@ -25,6 +24,92 @@ SOURCES = {
     "image": "a path, bytes, a PIL image, a data: URL or a uint8 array [height, width, 3]",
     "video": "a path, bytes, a data: URL, or frames: PIL images or a uint8 array [frames, height, width, 3]",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class ExpandedPrompt:
+    """A prompt as the model reads it.
+
+    Attributes:
+        ids: int32 [tokens].
+        frames: Where the frames of all images and videos are, in order.
+        is_given: Which tokens are the given prompt's text, bool [tokens]: neither pads nor times.
+        positions: int32 [3, tokens]: time, height and width.
+        rope_delta: What is added to the index of a token after the prompt for its positions.
+    """
+
+    ids: np.ndarray
+    frames: tuple[PlacedFrame, ...]
+    is_given: np.ndarray
+    positions: np.ndarray
+    rope_delta: int
+
+
+def expand(
+    ids: Sequence[int] | np.ndarray,
+    media: Sequence[Medium],
+    tokens: MediaTokens,
+    text_ids: Callable[[str], Sequence[int]],
+) -> ExpandedPrompt:
+    """Expands a prompt as chat templates write it, with one pad for each image or video.
+
+    An image's pad is repeated. A video's pad becomes, for each frame, the text of its time and the frame's pads between
+    ``<|vision_start|>`` and ``<|vision_end|>``; the pair that the template writes stays around them, as in transformers
+    from 5.10 on.
+
+    Args:
+        ids: Token ids, [tokens].
+        media: Images and videos, each kind in the order of its pads.
+        tokens: Ids of the model's tokens for media.
+        text_ids: Tokenizes the text of a time, such as ``<0.3 seconds>``, apart from its neighbours.
+
+    Raises:
+        MediaError: The prompt has another number of pads than ``media`` has images or videos, or ends in a pad.
+    """
+    ids = np.asarray(ids, np.int32)
+    pads = {tokens.image: "image", tokens.video: "video"}
+    queues = {}
+    for pad, kind in pads.items():
+        queues[pad] = iter(indices := [i for i, medium in enumerate(media) if medium.kind == kind])
+        if (count := int(np.sum(ids == pad))) != len(indices):
+            raise MediaError(f"the prompt has {count} {kind} pads: {len(indices)} {kind}s are given")
+    if len(ids) and int(ids[-1]) in pads:
+        raise MediaError(
+            f"the prompt ends in {pads[int(ids[-1])]} pad {ids[-1]}: at least one token of text must follow"
+        )
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    frames: list[PlacedFrame] = []
+    length = position = 0
+
+    def add(added: Sequence[int] | np.ndarray, grid: tuple[int, int] | None = None, is_given: bool = False) -> None:
+        """Adds text, with equal positions in all three rows, or a frame: one time, and a grid of height and width."""
+        nonlocal length, position
+        offsets = np.tile(np.arange(len(added)), (3, 1)) if grid is None else np.indices((1, *grid)).reshape(3, -1)
+        parts.append((np.asarray(added, np.int32), position + offsets, np.full(len(added), is_given)))
+        length += len(added)
+        # The next position is one more than the largest of all rows.
+        position += len(added) if grid is None else max(grid)
+
+    def add_frame(index: int, frame: int, pad: int) -> None:
+        size = media[index].frame_tokens
+        frames.append(PlacedFrame(length, size, index, frame * size))
+        add(np.full(size, pad), media[index].merged)
+
+    begin = 0
+    for end in np.flatnonzero(np.isin(ids, list(pads))).tolist():
+        add(ids[begin:end], is_given=True)
+        begin, pad = end + 1, int(ids[end])
+        index = next(queues[pad])
+        if media[index].kind == "image":
+            add_frame(index, 0, pad)
+            continue
+        for frame, seconds in enumerate(media[index].timestamps):
+            add([*text_ids(f"<{seconds:.1f} seconds>"), tokens.vision_start])
+            add_frame(index, frame, pad)
+            add([tokens.vision_end])
+    add(ids[begin:], is_given=True)
+    all_ids, positions, is_given = (np.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
+    return ExpandedPrompt(all_ids, tuple(frames), is_given, positions.astype(np.int32), position - length)
 
 
 @dataclass(frozen=True)
@@ -109,10 +194,10 @@ class MediaReader:
         Returns:
             The token ids with a pad for each row, and the media, which `VisionEncoder.prompt_media` takes.
         """
-        prompt, index = self.expand(ids, media), {id(medium): i for i, medium in enumerate(media)}
-        frames = tuple(PlacedFrame(s.start, s.tokens, index[id(s.medium)], s.offset) for s in prompt.spans)
-        positions = np.ascontiguousarray(prompt.positions[:, : frames[-1].start + frames[-1].length])
-        return prompt.ids.tolist(), UnencodedMedia(tuple(media), frames, positions, prompt.rope_delta)
+        prompt = self.expand(ids, media)
+        last = prompt.frames[-1]
+        positions = np.ascontiguousarray(prompt.positions[:, : last.start + last.length])
+        return prompt.ids.tolist(), UnencodedMedia(tuple(media), prompt.frames, positions, prompt.rope_delta)
 
 
 def media_parts(given: Any, name: str) -> list[MediaPart]:

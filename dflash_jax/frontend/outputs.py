@@ -50,13 +50,8 @@ class Logprob(NamedTuple):
     decoded_token: str | None
 
 
-def vllm_logprobs(entries: Sequence[dict], text_of: Callable[[int], str | None]) -> list[dict[int, Logprob]]:
-    """Log-probabilities in vLLM's form: for each token its own and the likeliest, by token id.
-
-    Args:
-        entries: As in `Completion`.
-        text_of: Gives a token's text.
-    """
+def _vllm_logprobs(entries: Sequence[dict], text_of: Callable[[int], str | None]) -> list[dict[int, Logprob]]:
+    """Log-probabilities in vLLM's form: for each token its own and the likeliest, by token id."""
     result = []
     for entry in entries:
         ranks = {token: rank for rank, token in enumerate(sorted(entry["top"], key=lambda t: -entry["top"][t]), 1)}
@@ -159,7 +154,7 @@ class Completion:
             self.token_ids,
             self.finish_reason,
             self.stop_reason,
-            None if self.logprobs is None else vllm_logprobs(self.logprobs, text_of),
+            None if self.logprobs is None else _vllm_logprobs(self.logprobs, text_of),
             self.cumulative_logprob,
             self.acceptance_lengths,
             self.timings,

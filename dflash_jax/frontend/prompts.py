@@ -11,10 +11,9 @@ from dflash_jax.argument_checks import check_type, has_type, is_text, plain, sho
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.media import UnencodedMedia
 from dflash_jax.engine.request import MaskProvider, RequestLimits, check_prompt
-from dflash_jax.engine.token_rules import CombinedMasks, DraftRecord, ThinkingBudget, TokenRules
+from dflash_jax.engine.token_rules import CombinedMasks, DraftRecord, Rules, ThinkingBudget, TokenRules
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.media import MediaReader
-from dflash_jax.frontend.rules import token_rules
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -65,6 +64,26 @@ def _checked_text(text: str, name: str) -> str:
     if not is_text(text):
         raise InputError(f"{name} is {shown(text)}: it is not text that UTF-8 can hold")
     return text
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word, and, as in vLLM, of the word after a space.
+
+    The latter only where they are as many, with another first one.
+    """
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise InputError("bad_words need a tokenizer, and this checkpoint has none: use logit_bias")
+    result = []
+    for word in words:
+        plain, spaced = (tokenizer.encode_word(space + word.lstrip()) for space in ("", " "))
+        if not plain:
+            raise InputError(f"bad_words has {word!r}: it must have a character beside spaces")
+        result.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            result.append(spaced)
+    return tuple(result)
 
 
 class Prompts:
@@ -248,7 +267,9 @@ class Prompts:
         record = DraftRecord(vocab) if records_drafts else None
         sequence = self.sequence(prompt, params, block_size, must_end=mask is not None, draft_record=record, **options)
         request = sequence.request
-        rules = token_rules(request.params, request.stops, self.tokenizer, budget)
+        filled, bad_words = request.params, _bad_words(request.params.bad_words, self.tokenizer)
+        allowed = None if filled.allowed_token_ids is None else tuple(filled.allowed_token_ids)
+        rules = Rules(filled.min_tokens, tuple(request.stops), bad_words, allowed, budget)
         masks = [TokenRules(rules, vocab) if rules.are_needed else None, mask, record]
         needed = [each for each in masks if each is not None]
         request.mask = CombinedMasks(needed) if len(needed) > 1 else next(iter(needed), None)

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from dflash_jax.argument_checks import check_type, plain, shown
+from dflash_jax.checkpoint.config_files import parsed, read_json, read_raw
 from dflash_jax.errors import InputError
+from dflash_jax.models.families.reading import LIMITS, Raw, integer
 from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
 
 
 def _stop_ids(raw: dict) -> tuple[int, ...] | None:
     """``eos_token_id`` of a config, one id or several; None where it is missing."""
-    from dflash_jax.models.families.reading import LIMITS, integer
-
     value = raw.get("eos_token_id")
     if value is None:
         return None
@@ -22,8 +22,8 @@ def _stop_ids(raw: dict) -> tuple[int, ...] | None:
     return tuple(integer("eos_token_id", i, 0, LIMITS["vocab_size"]) for i in ids)
 
 
-def _sampling(raw) -> dict:
-    """The sampling options of a generation_config.json, a `Raw`."""
+def _sampling(raw: Raw) -> dict:
+    """The sampling options of a generation_config.json."""
     values = {"repetition_penalty": raw.number("repetition_penalty", None, 1e-6, 1e6)}
     if raw.flag("do_sample"):
         values |= {
@@ -61,9 +61,6 @@ class SamplingDefaults:
                 its directory.
             overrides: Values in place of those of config.json.
         """
-        from dflash_jax.checkpoint.config_files import parsed, read_json, read_raw
-        from dflash_jax.models.families.reading import Raw
-
         path = directory / "generation_config.json"
         if generation_config not in ("auto", "vllm"):
             path = Path(generation_config).expanduser()

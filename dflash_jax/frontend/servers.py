@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -108,10 +109,8 @@ class Servers:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         timeout = httpx.Timeout(None, connect=ANSWER_S)
-        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):
-                options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+        known = [(getattr(socket, name), value) for name, value in KEEPALIVE.items() if hasattr(socket, name)]
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]
         transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=options)
         self._http = httpx.AsyncClient(transport=transport, headers=headers, timeout=timeout)
         self._changed = asyncio.Event()
@@ -204,11 +203,9 @@ class Servers:
                 return min(free, key=lambda server: len(server.attempts))
             if all(_is_gone(server) for server in self._servers):
                 raise EngineError(f"no server has answered for {WAIT_S:.0f} s: {self._reasons()}")
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
 
     async def _attempt(self, server: Server, path: str, content: bytes) -> "httpx.Response":
         import httpx

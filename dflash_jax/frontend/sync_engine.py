@@ -14,40 +14,30 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.ops.cache import PAGE_SIZE
 
 
-class Maker(Protocol):
-    """Makes engines; an `LLM`.
-
-    Attributes:
-        slots: Slots of an engine, at most.
-        max_len: Positions of a request, at most.
-    """
+class _Maker(Protocol):
+    """What is used of an `LLM`."""
 
     slots: int
     max_len: int
 
     @property
-    def compile_s(self) -> float:
-        """Seconds of all compilations so far."""
-        ...
-
+    def compile_s(self) -> float: ...
     def new_engine(
         self, programs: Executables, slots: int, capacity: int, policy: DraftLengthPolicy | None = None
-    ) -> Engine:
-        """An engine of ``slots`` slots with ``capacity`` positions each; ``policy`` chooses its block sizes."""
-        ...
+    ) -> Engine: ...
 
 
 class SyncEngine:
     """Runs sequences on one engine at a time, in the caller's thread.
 
     Args:
-        maker: Makes engines.
+        maker: Makes engines; an `LLM`.
 
     Attributes:
         engine: The engine in use; None before the first request.
     """
 
-    def __init__(self, maker: Maker):
+    def __init__(self, maker: _Maker):
         self._maker = maker
         self.engine: Engine | None = None
         # What engines measured serves those that replace them.

@@ -339,10 +339,6 @@ class Tokenizer:
             shown = after
         return tokens, mask
 
-    def chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
-        """Token ids of `render_chat`."""
-        return self._encode(self.render_chat(messages, thinking), False)
-
 
 def _byte_level() -> dict[str, int]:
     """The 256 bytes by the characters of byte-level vocabularies.

@@ -16,7 +16,7 @@ from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
 from dflash_jax.media.medium import Medium
 from dflash_jax.media.processor import ImageSettings
 from dflash_jax.media.video import VideoSettings
-from dflash_jax.workers.process import Nursery, WorkerProcess
+from dflash_jax.workers.process import Nursery
 
 CANNOT_START = "images and videos need Pillow, which does not start here"
 
@@ -31,8 +31,6 @@ class MediaDecoder:
     def __init__(self, limits: MediaLimits = DEFAULT_LIMITS):
         self.limits = limits
         self._nursery = Nursery("dflash_jax.media.decode_worker", {}, CANNOT_START)
-        self._places = asyncio.Semaphore(limits.decodes)
-        self._waiting = 0
 
     def start(self) -> None:
         """Starts the first process, which takes half a second."""
@@ -58,20 +56,8 @@ class MediaDecoder:
             num_frames: Frames sampled of a video, in place of a rate.
 
         Raises:
-            MediaError: It cannot be decoded, exceeds a limit, or the server is busy.
+            MediaError: It cannot be decoded, exceeds a limit, or the decoder is being restarted.
         """
-        if self._waiting >= self.limits.waiting + self.limits.decodes:
-            raise MediaError(f"{self._waiting} images and videos wait to be decoded: try again later", 503)
-        self._waiting += 1
-        try:
-            async with self._places:
-                return await self._decoded(data, settings, fps, num_frames)
-        finally:
-            self._waiting -= 1
-
-    async def _decoded(
-        self, data: bytes | DataUrl, settings: ImageSettings, fps: float | None, num_frames: int | None
-    ) -> Medium:
         kind = "video" if isinstance(settings, VideoSettings) else "image"
         request = {"kind": kind, "settings": asdict(settings), "limits": asdict(self.limits)}
         request |= {"fps": fps, "num_frames": num_frames, "url": data.name if isinstance(data, DataUrl) else None}
@@ -99,12 +85,9 @@ class MediaDecoder:
             raise MediaError(f"it needs more than {most} to decode, or is damaged", 413) from None
         finally:
             if process is not None:
-                self._end(process)
-
-    def _end(self, process: WorkerProcess) -> None:
-        # A process without a known id ends when it reads from its closed socket, or at its limit of time.
-        process.kill()
-        process.socket.close()
+                # A process without a known id ends when it reads from its closed socket, or at its limit of time.
+                process.kill()
+                process.socket.close()
 
 
 def _memory_file() -> BinaryIO:

@@ -5,9 +5,11 @@ import ipaddress
 import os
 import re
 import stat
-from collections.abc import Sequence
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dflash_jax.argument_checks import shown
@@ -15,7 +17,6 @@ from dflash_jax.errors import InputError
 from dflash_jax.media.data_url import MOST_HEADER_CHARACTERS, DataUrl
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
-from dflash_jax.media.loop_thread import LoopThread
 from dflash_jax.media.medium import Kind
 
 if TYPE_CHECKING:
@@ -23,12 +24,41 @@ if TYPE_CHECKING:
 
     import httpcore
 
-    from dflash_jax.media.public_http import Target
-
+T = TypeVar("T")
 PORTS = {"http": 80, "https": 443}
 MOST_URL_CHARACTERS = 8192
 HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 PRINTABLE = re.compile(r"[!-~]+")
+
+
+class _LoopThread:
+    """Runs coroutines in the event loop of a thread of its own, which starts with the first of them."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._running is None:
+                started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+                threading.Thread(target=lambda: asyncio.run(_serve(started)), name="media-fetch", daemon=True).start()
+                self._running = started.result()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._running[0])
+
+    def stop(self) -> None:
+        """Cancels all coroutines and ends the thread. It starts again with the next coroutine."""
+        with self._lock:
+            running, self._running = self._running, None
+        if running is not None:
+            loop, stopped = running
+            loop.call_soon_threadsafe(stopped.set)
+
+
+async def _serve(started: Future) -> None:
+    stopped = asyncio.Event()
+    started.set_result((asyncio.get_running_loop(), stopped))
+    await stopped.wait()
 
 
 class Fetcher:
@@ -74,10 +104,8 @@ class Fetcher:
             except ImportError:
                 raise InputError("allowed_media_domains needs httpx: pip install 'dflash-jax[server]'") from None
             self._network = network or PublicNetwork()
-        self._places = asyncio.Semaphore(limits.fetches)
-        self._waiting = 0
         # Parsing a flood of tiny chunks would keep the server's loop busy for a second at a time.
-        self._loop_thread = LoopThread("media-fetch")
+        self._loop_thread = _LoopThread()
 
     def stop(self) -> None:
         """Ends all fetches."""
@@ -91,22 +119,14 @@ class Fetcher:
             kind: "image" or "video", for the limit of time.
 
         Raises:
-            MediaError: The URL is malformed or not allowed, cannot be fetched, its content is too large, or the server
-                is busy.
+            MediaError: The URL is malformed or not allowed, cannot be fetched, or its content is too large.
         """
         scheme = url[:MOST_HEADER_CHARACTERS].partition(":")[0].lower()
         if scheme == "data":
             return await asyncio.to_thread(DataUrl(url, self.limits.item_bytes).content)
-        if self._waiting >= self.limits.waiting + self.limits.fetches:
-            raise MediaError(f"{self._waiting} images and videos wait to be fetched: try again later", 503)
-        self._waiting += 1
-        try:
-            async with self._places:
-                if scheme == "file":
-                    return await asyncio.to_thread(self._file, url)
-                return await self._http(url, kind)
-        finally:
-            self._waiting -= 1
+        if scheme == "file":
+            return await asyncio.to_thread(self._file, url)
+        return await self._http(url, kind)
 
     def fetch_now(self, url: str, kind: Kind) -> bytes:
         """`fetch` for callers without an event loop, or whose loop may wait."""
@@ -125,13 +145,13 @@ class Fetcher:
                 return await get(target, self.check, limits.item_bytes, limits.redirects, network, self._ssl_context)
 
         try:
-            return await self._loop_thread.run(limited())
+            return await asyncio.wrap_future(self._loop_thread.submit(limited()))
         except TimeoutError:
             raise MediaError(f"{shown(url)} takes more than {seconds:g} s to fetch", 422) from None
         except MediaError as e:
             raise MediaError(f"{shown(url)} cannot be fetched: {e}", e.status) from None
 
-    def check(self, url: str) -> "Target":
+    def check(self, url: str) -> "httpcore.URL":
         """Checks a URL of http or https, without the network.
 
         Returns:
@@ -157,9 +177,10 @@ class Fetcher:
             raise MediaError(
                 f"the URL is {shown(url)}: only hosts of --allowed-media-domains are fetched from; {hint}", 422
             )
-        from dflash_jax.media.public_http import Target
+        import httpcore
 
-        return Target(scheme, host, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return httpcore.URL(scheme=scheme, host=host, target=path)
 
     def _file(self, url: str) -> bytes:
         """The content of a ``file:`` URL. All failures have one message, which says nothing of other files."""

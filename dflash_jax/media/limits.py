@@ -1,11 +1,10 @@
 """Limits of images and videos: how many, how large, how long."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dflash_jax.argument_checks import check_fields, has_type, shown
+from dflash_jax.argument_checks import check_fields
 from dflash_jax.errors import InputError
 from dflash_jax.media.errors import MediaError
 
@@ -76,23 +75,3 @@ class MediaLimits:
 
 
 DEFAULT_LIMITS = MediaLimits()
-
-
-def counts_per_prompt(text: str) -> dict[str, int]:
-    """Reads ``--limit-mm-per-prompt``: ``{"image": 4, "video": 1}``.
-
-    Returns:
-        The fields ``images`` and ``videos`` of `MediaLimits` that the text sets.
-
-    Raises:
-        InputError: The text is something else.
-    """
-    try:
-        counts = json.loads(text)
-    except (ValueError, RecursionError):
-        counts = None
-    if not isinstance(counts, dict) or not all(
-        key in ("image", "video") and has_type(value, int) and value >= 0 for key, value in counts.items()
-    ):
-        raise InputError(f'limit_mm_per_prompt is {shown(text)}: it must be like {{"image": 4, "video": 1}}')
-    return {f"{key}s": value for key, value in counts.items()}

@@ -4,10 +4,10 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -48,80 +48,63 @@ class ImageSettings(PatchSettings):
     max_pixels: int = 16_777_216
 
 
+S = TypeVar("S", bound=ImageSettings)
+
+
 def image_settings(directory: Path) -> ImageSettings:
     """Settings of a checkpoint: ``preprocessor_config.json``, or ``processor_config.json``, or the defaults.
 
     Raises:
         InputError: A file is malformed, or asks for another preprocessing.
     """
-    name, fields = read_fields(directory, "preprocessor_config.json", "image_processor")
-    return settings_of(ImageSettings, name, fields, STEPS, {})
+    return read_settings(ImageSettings, directory, "preprocessor_config.json", "image_processor", STEPS)
 
 
-def read_fields(directory: Path, name: str, section: str) -> tuple[str, Mapping[str, Any]]:
-    """Fields of a processor's file.
-
-    Args:
-        directory: The checkpoint.
-        name: The file of this processor alone.
-        section: Its key in ``processor_config.json``, which newer versions of transformers write.
-
-    Returns:
-        The file that has the fields, and the fields; none where no file has them.
-
-    Raises:
-        InputError: A file has no JSON object.
-    """
-    for path, key in ((directory / name, None), (directory / "processor_config.json", section)):
-        if path.is_file():
-            try:
-                fields = json.loads(path.read_text())
-            except ValueError as e:
-                raise InputError(f"{path}: it is no JSON: {e}") from None
-            fields = fields.get(key) if key and isinstance(fields, dict) else fields
-            if fields is None:
-                continue
-            if not isinstance(fields, dict):
-                raise InputError(f"{path}: it has {shown(fields)} in place of a processor's fields")
-            return str(path), fields
-    return str(directory / name), {}
-
-
-def settings_of(kind, name: str, fields: Mapping[str, Any], steps: Mapping[str, Any], names: Mapping[str, str]):
-    """Settings from the fields of a processor's file.
+def read_settings(kind: type[S], directory: Path, name: str, section: str, steps: Mapping[str, Any]) -> S:
+    """Settings from the fields of a processor's file; those that it lacks have their defaults.
 
     Args:
         kind: The dataclass of the settings.
-        name: The file, for messages.
-        fields: The file's fields; settings that it lacks have their defaults.
+        directory: The checkpoint.
+        name: The file of this processor alone.
+        section: Its key in ``processor_config.json``, which newer versions of transformers write.
         steps: Fields that must have these values where the file has them.
-        names: Further settings, by their keys in the file.
 
     Raises:
-        InputError: A field has a wrong value.
+        InputError: A file has no JSON object, or a field has a wrong value.
     """
+    values, where = {}, str(directory / name)
+    for path, key in ((directory / name, None), (directory / "processor_config.json", section)):
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text())
+            except ValueError as e:
+                raise InputError(f"{path}: it is no JSON: {e}") from None
+            found = found.get(key) if key and isinstance(found, dict) else found
+            if found is None:
+                continue
+            if not isinstance(found, dict):
+                raise InputError(f"{path}: it has {shown(found)} in place of a processor's fields")
+            values, where = found, str(path)
+            break
     for key, value in steps.items():
-        if fields.get(key) not in (None, value):
-            raise InputError(f"{name}: {key} is {shown(fields[key])}: only {value} is supported")
-    size = fields.get("size") or {}
+        if values.get(key) not in (None, value):
+            raise InputError(f"{where}: {key} is {shown(values[key])}: only {value} is supported")
+    size = values.get("size") or {}
     if not isinstance(size, dict):
-        raise InputError(f"{name}: size is {shown(size)}: it must have shortest_edge and longest_edge")
+        raise InputError(f"{where}: size is {shown(size)}: it must have shortest_edge and longest_edge")
     # The names of `size` say edges; the numbers are areas.
-    values = {
-        "min_pixels": size.get("shortest_edge", fields.get("min_pixels")),
-        "max_pixels": size.get("longest_edge", fields.get("max_pixels")),
-        "mean": fields.get("image_mean"),
-        "std": fields.get("image_std"),
-    }
-    same = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")
-    values |= {key: fields.get(key) for key in same} | {each: fields.get(key) for key, each in names.items()}
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if v is not None}
+    areas = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    names = {"mean": "image_mean", "std": "image_std"}
+    given: dict[str, Any] = {each.name: values.get(names.get(each.name, each.name)) for each in fields(kind)}
+    given |= {name: area for name, area in areas.items() if area is not None}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v is not None}
     try:
-        settings = kind(**values)
+        settings = kind(**given)
     except InputError as e:
-        raise InputError(f"{name}: {e}") from None
+        raise InputError(f"{where}: {e}") from None
     if settings.max_pixels < settings.min_pixels:
-        raise InputError(f"{name}: longest_edge is {settings.max_pixels}: below shortest_edge, {settings.min_pixels}")
+        raise InputError(f"{where}: longest_edge is {settings.max_pixels}: below shortest_edge, {settings.min_pixels}")
     return settings
 
 

@@ -5,7 +5,6 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from ssl import SSLContext
 from typing import Any, cast
@@ -105,34 +104,9 @@ class PublicNetwork(httpcore.AsyncNetworkBackend):
         raise httpcore.ConnectError
 
 
-@dataclass(frozen=True)
-class Target:
-    """A checked URL, in the parts that a request consists of.
-
-    Attributes:
-        scheme: "http" or "https".
-        host: The name or literal address, in lower case, without brackets.
-        path: Path and query.
-    """
-
-    scheme: str
-    host: str
-    path: str
-
-    @property
-    def authority(self) -> str:
-        """The host as a URL has it."""
-        return f"[{self.host}]" if ":" in self.host else self.host
-
-    @property
-    def url(self) -> str:
-        """The URL."""
-        return f"{self.scheme}://{self.authority}{self.path}"
-
-
 async def get(
-    target: Target,
-    check: Callable[[str], Target],
+    url: httpcore.URL,
+    check: Callable[[str], httpcore.URL],
     most_bytes: int,
     redirects: int,
     network: httpcore.AsyncNetworkBackend,
@@ -141,7 +115,7 @@ async def get(
     """Fetches a URL. The caller limits the time.
 
     Args:
-        target: The URL.
+        url: The URL, checked, without a port.
         check: Checks the URL of a redirect; raises MediaError.
         most_bytes: Most bytes of the answer.
         redirects: Most redirects.
@@ -153,11 +127,11 @@ async def get(
     """
     context = ssl_context or _ssl_context()
     for _ in range(redirects + 1):
-        location = None
+        location, host = None, url.host.decode()
+        authority = f"[{host}]" if ":" in host else host
         try:
-            url = httpcore.URL(scheme=target.scheme, host=target.host, port=None, target=target.path)
             # No compression: bytes are counted as they arrive.
-            fixed = {"Host": target.authority, "User-Agent": "dflash-jax", "Accept-Encoding": "identity"}
+            fixed = {"Host": authority, "User-Agent": "dflash-jax", "Accept-Encoding": "identity"}
             headers = [(name.encode(), value.encode()) for name, value in fixed.items()]
             async with (
                 httpcore.AsyncConnectionPool(context, network_backend=network) as pool,
@@ -172,10 +146,10 @@ async def get(
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError):
             raise MediaError("its server cannot be reached, or does not answer as it should", 422) from None
         try:
-            redirected = check(urljoin(target.url, location))
-            if (target.scheme, redirected.scheme) == ("https", "http"):
+            redirected = check(urljoin(f"{url.scheme.decode()}://{authority}{url.target.decode()}", location))
+            if (url.scheme, redirected.scheme) == (b"https", b"http"):
                 raise MediaError("it redirects from https to http", 422)
-            target = redirected
+            url = redirected
         except (MediaError, ValueError):
             # The message does not repeat the URL, which may be an internal one.
             raise MediaError("it redirects to a URL that is not allowed", 422) from None

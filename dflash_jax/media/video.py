@@ -15,7 +15,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
 from dflash_jax.media.medium import Medium
-from dflash_jax.media.processor import STEPS, ImageSettings, check_area, read_fields, rgb, settings_of, smart_resize
+from dflash_jax.media.processor import STEPS, ImageSettings, check_area, read_settings, rgb, smart_resize
 
 log = logging.getLogger("dflash_jax.media")
 
@@ -53,10 +53,8 @@ def video_settings(directory: Path) -> VideoSettings:
     Raises:
         InputError: A file is malformed, or asks for another preprocessing.
     """
-    name, fields = read_fields(directory, "video_preprocessor_config.json", "video_processor")
     steps = STEPS | {"do_sample_frames": True, "cap_pixels_per_frame": False, "num_frames": None}
-    own = {key: key for key in ("fps", "min_frames", "max_frames")}
-    return settings_of(VideoSettings, name, fields, steps, own)
+    return read_settings(VideoSettings, directory, "video_preprocessor_config.json", "video_processor", steps)
 
 
 def sample_indices(
@@ -169,12 +167,7 @@ def _resized(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 
 class _DecodedVideo:
-    """Frames that the caller has decoded.
-
-    Attributes:
-        total: Number of frames.
-        fps: Frames a second: not known.
-    """
+    """Frames that the caller has decoded, of an unknown rate."""
 
     fps = None
 

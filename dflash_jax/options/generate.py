@@ -1,12 +1,11 @@
-"""The options of `dflash generate`."""
+"""The options of `dflash generate`, and the parser of any command that has some of them."""
 
-import argparse
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
 from dflash_jax.options import readers
-from dflash_jax.options.option import add_options, option
-from dflash_jax.options.others import add_aliases
+from dflash_jax.options.option import option
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.shared import CommandOptions, LLMOptions, SamplingOptions, sampling
 
@@ -43,9 +42,23 @@ class GenerateOptions(SamplingOptions, LLMOptions, CommandOptions):
     json: bool = _output(False, "one JSON object a prompt, one a line, and nothing else on stdout")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of `generate`."""
-    p = Parser(prog=program("generate"), description=DESCRIPTION, allow_abbrev=False)
-    add_options(p, GenerateOptions)
-    add_aliases(p, GenerateOptions)
-    return p
+def command_parser(
+    command: str, description: str | None, cls: type, shared: Collection[str] = (), **settings
+) -> Parser:
+    """The parser of a command.
+
+    Args:
+        command: Its name.
+        description: What ``--help`` says of it.
+        cls: The dataclass of its options. Their names in other servers are those of `GenerateOptions`.
+        shared: Further options, of `GenerateOptions`.
+        **settings: Further settings of argparse's parser.
+    """
+    parser = Parser(prog=program(command), description=description, **settings)
+    parser.add_options(cls)
+    parser.add_options(GenerateOptions, shared, group="options")
+    parser.add_aliases(GenerateOptions)
+    return parser
+
+
+make_parser = partial(command_parser, "generate", DESCRIPTION, GenerateOptions)

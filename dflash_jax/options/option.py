@@ -1,9 +1,10 @@
 """An option is a field of a frozen dataclass: its flag, keyword, TOML key, check and line of docs/flags.md follow."""
 
 import argparse
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
 
@@ -67,7 +68,8 @@ class Option:
         text: What it is, for ``--help`` and docs/flags.md.
         metavar: Names its value in ``--help``.
         group: Title of its group in ``--help``.
-        flag: Its flag; "" makes it from the name, None is no flag.
+        flag: Its flag, or, without dashes, its place among the words; "" makes a flag from the name, None is no flag.
+        further: Further flags, separated by spaces.
         read: Reads a value of the command line; None reads it by the type.
         action: argparse's action, where the type does not say it.
         choices: Its values.
@@ -77,6 +79,7 @@ class Option:
         zero: What 0 means, for errors.
         aliases: Its names in other servers: flags that are read in the same way, an `Alias`, or several of them.
         is_free: Whether a run that goes on may have another value.
+        is_required: Whether a command line must have it.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Option:
     metavar: str | None = None
     group: str | None = None
     flag: str | None = ""
+    further: str = ""
     read: Callable[[str], Any] | None = None
     action: Any = None
     choices: tuple[Any, ...] = ()
@@ -95,6 +99,7 @@ class Option:
     zero: str | None = None
     aliases: str | Alias | tuple[str | Alias, ...] = ()
     is_free: bool = False
+    is_required: bool = False
 
     @property
     def kind(self) -> Any:
@@ -122,10 +127,12 @@ class Option:
         if self.kind is bool:
             is_pair = is_unset or self.default is not False
             return given | {"action": argparse.BooleanOptionalAction if is_pair else "store_true"}
-        read = self.read or {dict: json_object, int: int, float: float}.get(self.kind)
+        read = self.read or {dict: json_object, int: int, float: float, Path: Path}.get(self.kind)
         given |= {"type": read, "choices": self.choices or None, "metavar": self.metavar}
         if self.has_several and self.action != "append":
             given["nargs"] = "+"
+        if self.is_required and str(self.flag)[0] == "-":
+            given["required"] = True
         return given | ({} if self.action is None else {"action": self.action})
 
     @property
@@ -141,9 +148,11 @@ class Option:
         return f"{least} or more" if self.most is None else f"{least} to {self.most}"
 
     def is_good(self, value: Any) -> bool:
-        """Whether a value, of the right type, is possible. NaN is not."""
+        """Whether a value, of the right type, or each of several is possible. NaN is not."""
         if value is None or self.right is None:
             return True
+        if isinstance(value, list | tuple):
+            return all(map(self.is_good, value))
         if self.choices:
             return value in self.choices
         is_large = value > self.above if self.above is not None else self.least is None or value >= self.least
@@ -154,12 +163,12 @@ def option(default: Any, text: str, metavar: str | None = None, **details: Any) 
     """A field that is an option.
 
     Args:
-        default: Its default, or the type of an empty one.
+        default: Its default, or what makes it, such as the type of an empty one.
         text: See `Option`.
         metavar: See `Option`.
         **details: Further attributes of `Option`.
     """
-    value: dict[str, Any] = {"default_factory" if isinstance(default, type) else "default": default}
+    value: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**value, metadata={"text": text, "metavar": metavar, **details})
 
 
@@ -183,39 +192,6 @@ def aliases_of(cls: type) -> list[Alias]:
             alias = Alias(given) if isinstance(given, str) else given
             result.append(replace(alias, option=name, dest=alias.dest or name))
     return result
-
-
-def add_options(
-    parser: argparse.ArgumentParser,
-    cls: type,
-    names: Container[str] | None = None,
-    *,
-    group: str | None = None,
-    is_unset: bool = False,
-    shown: Container[str] | None = None,
-) -> None:
-    """Adds the flags of a dataclass's options to a parser, each to the group of its title.
-
-    Args:
-        parser: Gets the flags.
-        cls: The dataclass.
-        names: The options; None: all.
-        group: The title of the group of flags, in place of the options' own groups.
-        is_unset: Whether what is not given is None in place of the default.
-        shown: What ``--help`` lists; None: all.
-    """
-    groups: dict[str | None, Any] = {each.title: each for each in parser._action_groups} | {None: parser}
-    for name, each in options_of(cls).items():
-        if each.flag is None or not (names is None or name in names):
-            continue
-        title = group or each.group
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        given = each.arguments(is_unset)
-        if shown is not None and name not in shown:
-            given["help"] = argparse.SUPPRESS
-        given |= {"nargs": "?"} if each.flag[0] != "-" else {"dest": name}
-        groups[title].add_argument(each.flag, **given)
 
 
 def faults(cls: type, values: Mapping[str, Any]) -> Iterator[tuple[Option, Any]]:

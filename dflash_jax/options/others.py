@@ -1,7 +1,4 @@
-"""The names of vLLM, SGLang and transformers: adds them to a parser, and applies what they say.
-
-An option has its other names itself; other_flags.toml has the flags that mean none of our options.
-"""
+"""The flags of vLLM and SGLang that mean none of our options, and what those say that are more than another name."""
 
 import argparse
 import re
@@ -9,10 +6,8 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_jax.errors import InputError
-from dflash_jax.options.option import Add, aliases_of
 from dflash_jax.options.readers import check_speculative_config, check_speculative_flags
 
 # Values that mean "as by default" for any flag.
@@ -51,15 +46,12 @@ class Flag:
         return cls(tuple(names.split("/")), reason, is_refused, bool(is_on), bool(several), neutral)
 
 
-def _flags() -> tuple[Flag, ...]:
-    tables = tomllib.loads(Path(__file__).with_name("other_flags.toml").read_text(encoding="utf-8"))
-    groups = [(group, name == "refused") for name in ("nothing", "refused") for group in tables[name]]
-    return tuple(
-        Flag.read(word, group["reason"], refused) for group, refused in groups for word in group["flags"].split()
-    )
-
-
-FLAGS = _flags()
+FLAGS = tuple(
+    Flag.read(word, reason, table == "refused")
+    for table, groups in tomllib.loads(Path(__file__).with_name("other_flags.toml").read_text(encoding="utf-8")).items()
+    for reason, words in groups.items()
+    for word in words.split()
+)
 
 
 def is_neutral(value: str | bool, neutral: Sequence[str | bool]) -> bool:
@@ -79,76 +71,37 @@ def _equal(a: str, b: str) -> bool:
 class _Other(argparse.Action):
     """A flag of `FLAGS`, judged under the name that the user typed."""
 
-    def __init__(self, option_strings, dest, reason="", neutral: tuple[str | bool, ...] | None = None, **options):
-        super().__init__(
-            option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
-        )
-        # None: any value needs nothing.
-        self.reason, self.neutral = reason, neutral
+    def __init__(self, option_strings, dest, flag: Flag, **settings):
+        hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        super().__init__(option_strings, argparse.SUPPRESS, **hidden, **settings)
+        self.flag = flag
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        if self.neutral is None:
+        flag, typed = self.flag, option_string or self.option_strings[0]
+        if not flag.is_refused:
             notices = getattr(namespace, "notices", ())
-            namespace.notices = (*notices, f"{option_string} needs nothing here: {self.reason}")
+            namespace.notices = (*notices, f"{typed} needs nothing here: {flag.reason}")
             return
-        typed = option_string or self.option_strings[0]
-        given = (
-            [typed.startswith("--no-")] if self.nargs == 0 else values if isinstance(values, list) else [str(values)]
-        )
-        wrong = [v for v in given if not is_neutral(v, self.neutral)]
-        if wrong:
-            is_shown = self.nargs != 0 and SECRETS.isdisjoint(self.option_strings)
+        # A switch is neutral as by default: off, or on.
+        neutral = (not flag.is_on,) if flag.neutral is None else flag.neutral
+        given = values if isinstance(values, list) else [str(values)]
+        given = [typed.startswith("--no-")] if flag.neutral is None else given
+        if wrong := [v for v in given if not is_neutral(v, neutral)]:
+            is_shown = flag.neutral is not None and SECRETS.isdisjoint(flag.names)
             typed = f"{typed} {str(wrong[0])[:60]}" if is_shown else typed
-            right = [v for v in self.neutral if isinstance(v, str)]
-            hint = f" (possible: {', '.join(right)})" if right else ""
-            raise InputError(f"{typed} is refused: {self.reason}{hint}")
+            hint = f" (possible: {', '.join(flag.neutral)})" if flag.neutral else ""
+            raise InputError(f"{typed} is refused: {flag.reason}{hint}")
 
 
-def add_aliases(parser: argparse.ArgumentParser, cls: type, group=None) -> None:
-    """Adds the other names of the options that a parser has, hidden from ``--help``.
-
-    Each name is an action of its own, so that errors name what was typed.
-
-    Args:
-        parser: Has its own options already. A name that is one of them keeps its meaning.
-        cls: The dataclass that has the names.
-        group: Where the names go; None: the parser.
-    """
-    ours = {action.dest: action for action in parser._actions}
-    for alias in aliases_of(cls):
-        if alias.option not in ours:
-            continue
-        options: dict[str, Any] = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        action = ours[alias.option]
-        if alias.const is not None:
-            options |= {"action": "store_const", "const": alias.const}
-        elif alias.read is not None:
-            options |= {"type": alias.read}
-        else:
-            options |= {"type": action.type, "choices": action.choices}
-            if isinstance(action, Add):
-                options |= {"action": Add}
-        for name in alias.flags:
-            if name not in parser._option_string_actions:
-                (group or parser).add_argument(name, **options)
-
-
-def add_others(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Adds the aliases, and the flags of other servers that need nothing here or are refused."""
-    description = "Most are understood; docs/flags.md says what each does."
-    group = parser.add_argument_group("flags of vLLM and SGLang", description)
-    add_aliases(parser, cls, group)
+def add_others(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags of other servers that need nothing here or are refused."""
     for flag in FLAGS:
-        names, neutral, options = [*flag.names], flag.neutral, {"action": _Other, "reason": flag.reason}
+        names, settings = [*flag.names], {"nargs": "*"} if flag.has_several else {}
         if flag.neutral is None:
             names = [n for name in names for n in (name, *([f"--no-{name[2:]}"] if name[:2] == "--" else []))]
             names = [n for n in names if n not in group._option_string_actions]
-            # A switch is neutral as by default: off, or on.
-            neutral = (not flag.is_on,)
-            options |= {"nargs": 0}
-        elif flag.has_several:
-            options |= {"nargs": "*"}
-        group.add_argument(*names, neutral=neutral if flag.is_refused else None, **options)
+            settings = {"nargs": 0}
+        group.add_argument(*names, action=_Other, flag=flag, **settings)
 
 
 def refuse_token(words: Sequence[str]) -> None:

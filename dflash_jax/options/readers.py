@@ -2,14 +2,16 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_jax.argument_checks import check_type, plain, shown, suggestion, wrong
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import CLOSE, OPEN
 
+T = TypeVar("T")
 # What a JSON flag may hold.
 JSON_CHARACTERS, JSON_DEPTH = 65_536, 32
 
@@ -70,31 +72,38 @@ def bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be ID=VALUE, such as 42=-1.5") from None
 
 
-def quantization(text: str) -> str | None:
-    """The methods of vLLM and SGLang. Those that read checkpoints of another layout are refused."""
-    methods = {
+def one_of(values: dict[str, T], fault: str) -> Callable[[str], T]:
+    """What reads a word of a table, in any case; ``fault`` says after another word what is possible."""
+
+    def read(text: str) -> T:
+        if text.lower() not in values:
+            raise argparse.ArgumentTypeError(f"{shown(text)}{fault}")
+        return values[text.lower()]
+
+    return read
+
+
+# The methods of vLLM and SGLang. Those that read checkpoints of another layout are refused.
+quantization = one_of(
+    {
         "none": None,
         "fp8": "fp8",
         "w8a8_fp8": "fp8",
         "int8": "int8",
         "w8a8_int8": "int8",
         "bitsandbytes_int8": "int8",
-    }
-    if text.lower() not in methods:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not supported: fp8 and int8 are")
-    return methods[text.lower()]
-
-
+    },
+    " is not supported: fp8 and int8 are",
+)
 # Methods of drafting by the names of vLLM and SGLang, whose EAGLE without a drafter is the target's MTP head.
 METHODS = {"dflash": "dflash", "mtp": "mtp", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
-ALGORITHMS = METHODS | {"nextn": "mtp", "eagle": "mtp"}
-
-
-def algorithm(text: str) -> str:
-    """The method of drafting, "dflash" or "mtp"."""
-    if text.lower() not in ALGORITHMS:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: it must be DFLASH, NEXTN, EAGLE or mtp")
-    return ALGORITHMS[text.lower()]
+algorithm = one_of(METHODS | {"nextn": "mtp", "eagle": "mtp"}, ": it must be DFLASH, NEXTN, EAGLE or mtp")
+# Platforms by the names of vLLM and SGLang.
+platform = one_of(
+    {"auto": None, "cuda": "cuda", "gpu": "cuda", "cpu": "cpu", "tpu": "tpu"}, ": it must be auto, cuda, gpu, cpu, tpu"
+)
+# SGLang's source of sampling defaults, as our ``generation_config``.
+sampling_defaults = one_of({"model": "auto", "openai": "vllm"}, ": it must be model or openai")
 
 
 def drafted(text: str) -> int:
@@ -113,24 +122,9 @@ def thinking_marks(text: str) -> dict:
     return config
 
 
-def platform(text: str) -> str | None:
-    """A platform by the names of vLLM and SGLang; None for "auto"."""
-    platforms = {"auto": None, "cuda": "cuda", "gpu": "cuda", "cpu": "cpu", "tpu": "tpu"}
-    if text not in platforms:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: it must be {', '.join(platforms)}")
-    return platforms[text]
-
-
 def chunk(text: str) -> int | None:
     """SGLang's -1 turns chunks off; prompts are always read in chunks here, which the text does not depend on."""
     return None if text == "-1" else int(text)
-
-
-def sampling_defaults(text: str) -> str:
-    """SGLang's source of sampling defaults, as our ``generation_config``."""
-    if text not in ("model", "openai"):
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be model or openai")
-    return "auto" if text == "model" else "vllm"
 
 
 # Our options that vLLM's configuration of speculative decoding gives, each with its key there.

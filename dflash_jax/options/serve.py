@@ -1,6 +1,5 @@
 """The options of `dflash serve`."""
 
-import argparse
 import logging
 import os
 import re
@@ -10,7 +9,7 @@ from functools import partial
 
 from dflash_jax.errors import InputError
 from dflash_jax.options import readers
-from dflash_jax.options.option import Add, Alias, add_options, faults, option
+from dflash_jax.options.option import Add, Alias, option
 from dflash_jax.options.others import add_others
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.shared import CommandOptions, LLMOptions, take_model
@@ -179,13 +178,16 @@ class ServerParser(Parser):
 
 def make_parser() -> ServerParser:
     """The parser of `serve`."""
-    p = ServerParser(prog=program("serve"), description=DESCRIPTION, allow_abbrev=False)
-    add_options(p, ServeOptions)
-    add_others(p, ServeOptions)
+    p = ServerParser(prog=program("serve"), description=DESCRIPTION)
+    p.add_options(ServeOptions)
+    text = "Most are understood; docs/flags.md says what each does."
+    others = p.add_argument_group("flags of vLLM and SGLang", text)
+    p.add_aliases(ServeOptions, others)
+    add_others(others)
     return p
 
 
-def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None):
+def parse(argv: list[str] | None, parser: Parser | None = None):
     """Arguments under our names, and the `System` of --config, or None. Raises InputError.
 
     Args:
@@ -193,8 +195,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
         parser: `make_parser`'s, with further options; None for one without.
     """
     args, system = with_config(parser or make_parser(), argv)
-    given = vars(args)
-    for notice in dict.fromkeys(given.pop("notices", ())):
+    for notice in dict.fromkeys(vars(args).pop("notices", ())):
         log.warning("%s", notice)
     for name in VARIABLES:
         if name in os.environ:
@@ -203,8 +204,6 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
     take_model(args)
     if args.bundled and args.target is not None:
         raise InputError(f"--bundled and the target {args.target}: give one of them")
-    for each, value in faults(ServeOptions, given):
-        raise InputError(f"{each.flag} {value}: it must be {each.right}")
     args.api_keys = api_keys(args)
     if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
         # vLLM's -1 is the whole vocabulary.

@@ -1,6 +1,7 @@
 """A system's TOML: options of models and sampling, and the mesh that suits a machine."""
 
 import argparse
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from dflash_jax.argument_checks import check_type, hints_of, suggestion
 from dflash_jax.checkpoint.config_files import CONFIGS, find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.options.option import options_of
-from dflash_jax.options.others import take_aliases
+from dflash_jax.options.parser import Parser
 from dflash_jax.options.shared import LLMOptions, SamplingOptions
 from dflash_jax.parallel.devices import check_meshes, mesh_for
 
@@ -79,31 +80,27 @@ def repositories(kind: str) -> list[str]:
     return sorted({str(read_system(path).options[kind]) for path in CONFIGS.glob("*.toml")} - {"mtp"})
 
 
-def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
-    """Parsed arguments, defaults taken from ``--config``; and the `System`, or None."""
+def with_config(parser: Parser, argv: list[str] | None, names: Container[str] | None = None):
+    """Parsed arguments, defaults taken from ``--config``; and the `System`, or None.
+
+    Args:
+        parser: Has ``--config``.
+        argv: The words; None for those of the process.
+        names: The options whose defaults are taken; None: all that the parser has.
+    """
     args = parser.parse_args(argv)
     if args.config is None:
-        take_aliases(args)
         return args, None
-    system = read_system(args.config)
-    known = {action.dest for action in parser._actions}
-    parser.set_defaults(**{k: v for k, v in system.options.items() if k in known})
-    args = parser.parse_args(argv)
-    take_aliases(args)
-    return args, system
-
-
-def choose_mesh(mesh: str | None, system: System | None) -> str:
-    """What --mesh says, else what the config names for this machine."""
-    import jax
-
-    if mesh is not None or system is None:
-        return mesh or ""
-    return system.mesh(jax.devices()[0].device_kind, jax.device_count())
+    system, names = read_system(args.config), parser.options if names is None else names
+    parser.set_defaults(**{name: value for name, value in system.options.items() if name in names})
+    return parser.parse_args(argv), system
 
 
 def llm_keywords(args: argparse.Namespace, system: System | None) -> dict[str, Any]:
-    """The keywords of `LLM` that the arguments of a command give."""
-    given = {name: getattr(args, name) for name in FLAGS}
-    draft = None if args.draft == "none" else args.draft
-    return given | {"draft": draft, "mesh": choose_mesh(args.mesh, system)}
+    """The keywords of `LLM` that the arguments of a command give; the mesh without --mesh is the config's for here."""
+    given = {name: getattr(args, name) for name in FLAGS} | {"mesh": args.mesh or ""}
+    if args.mesh is None and system is not None:
+        import jax
+
+        given["mesh"] = system.mesh(jax.devices()[0].device_kind, jax.device_count())
+    return given | {"draft": None if args.draft == "none" else args.draft}

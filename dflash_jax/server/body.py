@@ -22,9 +22,9 @@ from starlette.responses import Response
 from dflash_jax.media.parts import TYPES
 from dflash_jax.server.errors import ApiError, ClientGoneError
 from dflash_jax.server.limits import Limits
-from dflash_jax.server.token_lists import WholeNumbers, parse
+from dflash_jax.server.token_lists import WholeNumbers, parse, split
 
-STEP_BYTES = 2**19
+STEP_BYTES = 2**18
 # A body up to this size, with the memory of its values, is read even when other bodies have taken all memory.
 SMALL_BYTES = 2**16
 # Larger bodies are parsed one after another, with turns for other requests between them.
@@ -51,40 +51,20 @@ async def _counted(body: bytes) -> AsyncIterator[tuple[int, int, int, int]]:
 
     The counts of invalid JSON are arbitrary.
     """
-    values = objects = fields = wide = at = 0
-    is_text = False
-    # The string that the next part continues: its bytes so far, and whether it is beyond ASCII.
+    values = objects = fields = wide = 0
+    is_ascii = body.isascii()
+    # The bytes of the last string so far, and whether it is beyond ASCII.
     length, is_wide = 0, False
-    while at < len(body):
-        part = body[at : at + STEP_BYTES]
-        if (len(part) - len(part.rstrip(b"\\"))) % 2:
-            # A backslash belongs to the character after it.
-            part = body[at : at + STEP_BYTES + 1]
-        at += len(part)
-        is_ascii = part.isascii()
-        if is_text and b'"' not in part:
-            # A part of a string, such as of an image, takes a tenth of the time.
-            length, is_wide = length + len(part), is_wide or not is_ascii
-        else:
-            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
-            pieces = part.split(b'"')
-            outside, strings = b"".join(pieces[is_text::2]), pieces[not is_text :: 2]
-            if is_text:
-                continued = strings.pop(0)
-                length, is_wide = length + len(continued), is_wide or not continued.isascii()
-            if len(pieces) > 1:
-                wide += length * is_wide
-                is_text ^= len(pieces) % 2 == 0
-                last = strings.pop() if is_text else b""
-                length, is_wide = len(last), not last.isascii()
-                if not is_ascii:
-                    wide += sum(len(each) for each in strings if not each.isascii())
-            objects += outside.count(b"{")
-            fields += outside.count(b":")
-            values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+    async for _, pieces, is_text in split(body, STEP_BYTES):
+        outside = b"".join(pieces[is_text::2])
+        objects += outside.count(b"{")
+        fields += outside.count(b":")
+        values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        for i in () if is_ascii else range(not is_text, len(pieces), 2):
+            if i:
+                wide, length, is_wide = wide + length * is_wide, 0, False
+            length, is_wide = length + len(pieces[i]), is_wide or not pieces[i].isascii()
         yield values, objects, fields, wide + length * is_wide
-        if at < len(body):
-            await asyncio.sleep(0)
 
 
 async def check(body: bytes, values: int, objects: int, text: int | None = None) -> int:
@@ -329,7 +309,7 @@ class Body:
         """
         capacity = self._limits.total_body_bytes
         self._count(more)
-        if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * capacity:
+        if self._size > SMALL_BYTES and self._bodies.nbytes_of[self._client] > CLIENT_SHARE * capacity:
             raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
         while self._size > SMALL_BYTES and self._bodies.nbytes > capacity:
             self._make_room()
@@ -349,15 +329,11 @@ class Body:
         self._bodies.arriving.discard(slowest)
         slowest._until.reschedule(now)
 
-    def _of_client(self) -> int:
-        """Bytes of all bodies of this client."""
-        return self._bodies.nbytes_of[self._client]
-
     def _count(self, more: int) -> None:
         self._size += more
         self._bodies.nbytes += more
         self._bodies.nbytes_of[self._client] += more
-        if not self._of_client():
+        if not self._bodies.nbytes_of[self._client]:
             del self._bodies.nbytes_of[self._client]
 
     def close(self) -> None:

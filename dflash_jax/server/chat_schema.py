@@ -5,12 +5,24 @@ Requests to other interfaces are converted to them.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
-from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Strict, wrong
+from dflash_jax.server.schema_base import (
+    Body,
+    Effort,
+    Items,
+    Json,
+    Lenient,
+    Open,
+    Strict,
+    check_neutral,
+    neutral_table,
+    wrong,
+)
 
+# Fields of a message without effect.
+NEUTRAL = neutral_table("message")
 # How reasoning is shown: as it arrives, in one piece at its end, as part of the content, or not at all.
 ShownReasoning = Literal["stream", "whole", "content", "none"]
 
@@ -79,13 +91,8 @@ class Call(Lenient):
     index: int | None = None
 
 
-class Part(BaseModel):
-    """A part of a message: text, a refusal, an image or a video. Others are refused by name.
-
-    Fields of images and videos are in ``model_extra``.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class Part(Open):
+    """A part of a message: text, a refusal, an image or a video. Others are refused by name."""
 
     type: str
     text: str | None = None
@@ -120,9 +127,8 @@ class Message(Lenient):
     @classmethod
     def _checked(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            for name, allowed in neutral_fields.MESSAGE.items():
-                if not neutral_fields.accepts(allowed, given.get(name)):
-                    raise wrong(name, neutral_fields.reason(name, allowed))
+            for name, allowed in NEUTRAL.items():
+                check_neutral(name, allowed, given.get(name))
             if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
                 raise wrong("content", "must be a string or a list of parts")
         return given
@@ -165,7 +171,7 @@ class Templated(Body):
 class ChatRequest(OpenAiSampling, Templated):
     """``/v1/chat/completions``."""
 
-    neutral = neutral_fields.CHAT
+    neutral = neutral_table("chat")
 
     messages: Items[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -188,6 +194,14 @@ class ChatRequest(OpenAiSampling, Templated):
     include_reasoning: bool = True
 
     @property
+    def must_call(self) -> bool:
+        """Whether the answer must be calls."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "none", "auto")
+
+    @property
     def shown_reasoning(self) -> ShownReasoning:
         """How reasoning is shown."""
         if not self.include_reasoning or (self.reasoning is not None and self.reasoning.exclude):
@@ -206,7 +220,7 @@ class ChatBatchRequest(ChatRequest):
 class TokenizeRequest(Templated):
     """``/tokenize``, vLLM's endpoint: a prompt or a conversation."""
 
-    neutral = neutral_fields.TOKENIZE
+    neutral = neutral_table("tokenize")
 
     model: str | None = None
     prompt: str | None = None

@@ -29,8 +29,9 @@ router = APIRouter(route_class=MediaRoute)
 
 # Tokens of a prompt that are decoded in one step.
 STEP_TOKENS = 64
-# The stop reasons of a choice without new tokens.
+# The stop reasons of a choice without new tokens, and fields of a whole choice where they are not asked for.
 NO_STOP = {"stop_reason": None, "matched_stop": None}
+NOT_ASKED_FOR = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
 
 
 def prompts_of(body: schema.CompletionRequest) -> list:
@@ -62,7 +63,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs or 0)
     is_truncated = body.truncate_prompt_tokens is not None
     encoded = [await serving.texts.prompt(prompt, "prompt", is_truncated=is_truncated) for prompt in prompts]
-    form = await prepare.compiled(serving, prepare.constraint(body))
+    form = await prepare.compiled(serving, prepare.form_of(body))
     budget, sequences = prepare.budget([body.thinking_token_budget]), []
     for ids in encoded:
         ids = prepare.truncate(serving, body, ids, body.max_tokens)
@@ -71,7 +72,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
         room = room or serving.check_room(ids, 1, "prompt")
         params = prepare.sampling(body, room, body.seed, body.logprobs, body.logprob_token_ids)
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": prompt_logprobs}
-        options |= {"cache_salt": body.cache_salt, "budget": budget, "records_drafts": body.return_proposals}
+        options |= {"cache_salt": body.cache_salt or "", "budget": budget, "records_drafts": body.return_proposals}
         options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")
         sequences += await prepare.sequences(serving, ids, params, n, form=form, **options)
     return sequences
@@ -94,93 +95,93 @@ async def completions(http: Request, body: schema.CompletionRequest):
     return Later(http, full_response(serving, body, sequences, head))
 
 
+class Choices:
+    """Makes choices from the pieces of their sequences.
+
+    With ``echo`` each begins with its prompt, whose text is decoded once for all choices of the prompt.
+    """
+
+    def __init__(self, serving: Serving, body: schema.CompletionRequest, sequences: list[RemoteSequence]):
+        """Choices that have not begun."""
+        self._serving, self._body, self._sequences, self._n = serving, body, sequences, body.n or 1
+        # Of each prompt that is read: its echoed text, special tokens by their names; where in the text each token
+        # begins; and log-probabilities of its tokens, where they are asked for.
+        self._openings: dict[int, tuple[str, list[int], list[dict]]] = {}
+        self._begun: set[int] = set()
+
+    def is_small(self, i: int) -> bool:
+        """Whether the next part of the choice ``i`` is: the first one has the prompt."""
+        return i in self._begun and not wants_logprobs(self._body)
+
+    def read(self, i: int) -> Iterator[bytes]:
+        """Reads the prompt of the choice ``i``, unless it is read: yields nothing, after each of many tokens."""
+        if i // self._n in self._openings:
+            return
+        prompt, tokenizer, text = self._sequences[i].request.prompt, self._serving.llm.tokenizer, ""
+        starts, entries = list[int](), list[dict]()
+        if self._body.echo and wants_logprobs(self._body):
+            first = {"token_id": prompt[0], "logprob": None, "top": {}}
+            entries = [first, *self._sequences[i].request.prompt_entries]
+        if self._body.echo and tokenizer is not None:
+            echoed = Detokenizer(tokenizer, skip_special_tokens=False)
+            for place in range(0, len(prompt), STEP_TOKENS):
+                starts += [echoed.push(token) for token in prompt[place : place + STEP_TOKENS]]
+                yield b""
+            echoed.finish()
+            text = echoed.text
+        self._openings[i // self._n] = text, starts, entries
+
+    def part(self, i: int, piece: Piece) -> dict:
+        """The part of the choice ``i`` that a piece brings. Its prompt is read."""
+        body, sequence, tokenizer = self._body, self._sequences[i], self._serving.llm.tokenizer
+        opening, starts, entries = self._openings[i // self._n]
+        is_new, is_first = body.max_tokens != 0, i not in self._begun
+        self._begun.add(i)
+        if not is_new:
+            # The engine generates at least one token.
+            proposed = None if piece.proposals is None else []
+            piece = Piece("", [], [], finish_reason="length", proposals=proposed)
+        value = {"index": i, "text": opening * is_first + piece.text, "logprobs": None}
+        value["finish_reason"] = piece.finish_reason
+        if wants_logprobs(body):
+            value["logprobs"] = completion_logprobs(
+                tokenizer,
+                entries * is_first + (piece.logprobs or []),
+                starts * is_first + [len(opening) + start for start in piece.starts],
+                as_ids=self._serving.additions.as_ids(body.return_tokens_as_token_ids),
+            )
+        if piece.finish_reason:
+            value |= stop_reasons(sequence, self._serving.llm.defaults.stop_ids) if is_new else NO_STOP
+        if body.return_token_ids:
+            value["token_ids"] = piece.token_ids
+        if body.return_token_ids and is_first:
+            value["prompt_token_ids"] = sequence.request.prompt
+        if body.prompt_logprobs is not None and is_first:
+            value["prompt_logprobs"] = prompt_logprobs(tokenizer, sequence)
+        if body.return_drafts and body.stream:
+            value["drafts"] = piece.segments
+        if piece.proposals is not None:
+            value["proposals"] = proposals(tokenizer, piece)
+        return value
+
+
 async def full_response(
     serving: Serving, body: schema.CompletionRequest, sequences: list[RemoteSequence], head: dict
 ) -> JsonAnswer:
     """Waits for all sequences, then answers."""
     await serving.run(sequences)
+    choices = Choices(serving, body, sequences)
 
-    def choices() -> Iterator[dict | bytes]:
-        opening = Opening(serving, body)
+    def written() -> Iterator[dict | bytes]:
         for i, sequence in enumerate(sequences):
-            if i % (body.n or 1) == 0:
-                opening = Opening(serving, body)
-                yield from opening.read(sequence)
-            yield choice(serving, body, i, sequence, opening)
+            yield from choices.read(i)
+            text, request = sequence.text.text if sequence.text else "", sequence.request
+            whole = Piece(text, request.tokens, [], [], sequence.starts, sequence.logprobs, request.finish_reason)
+            yield NOT_ASKED_FOR | choices.part(i, whole)
 
     counted = usage(sequences, body.n or 1, is_new=body.max_tokens != 0)
     more = {"usage": counted, "system_fingerprint": None, **request_metrics(serving, sequences)}
-    return JsonAnswer({**head, "choices": choices(), **more})
-
-
-class Opening:
-    """The beginning of a choice, before new tokens.
-
-    Attributes:
-        text: The echoed prompt, special tokens by their names.
-        starts: Where in the text each token of the prompt begins.
-        entries: Log-probabilities of its tokens, where they are asked for.
-    """
-
-    def __init__(self, serving: Serving, body: schema.CompletionRequest):
-        """An opening that is empty until it is read."""
-        self._tokenizer, self._body = serving.llm.tokenizer, body
-        self.text, self.starts, self.entries = "", list[int](), list[dict]()
-
-    def read(self, sequence: RemoteSequence) -> Iterator[bytes]:
-        """Reads the opening of a sequence, if ``echo`` asks for it: yields nothing, after each of many tokens."""
-        request = sequence.request
-        if self._body.echo and wants_logprobs(self._body):
-            self.entries = [{"token_id": request.prompt[0], "logprob": None, "top": {}}, *request.prompt_entries]
-        if self._body.echo and self._tokenizer is not None:
-            echoed = Detokenizer(self._tokenizer, skip_special_tokens=False)
-            for first in range(0, len(request.prompt), STEP_TOKENS):
-                self.starts += [echoed.push(token) for token in request.prompt[first : first + STEP_TOKENS]]
-                yield b""
-            echoed.finish()
-            self.text = echoed.text
-
-
-def wants_logprobs(body: schema.CompletionRequest) -> bool:
-    """Whether a request asks for log-probabilities."""
-    return body.logprobs is not None or bool(body.logprob_token_ids)
-
-
-def logprobs_of(
-    serving: Serving, body: schema.CompletionRequest, entries: list[dict], starts: list[int]
-) -> dict | None:
-    """The field ``logprobs`` of a choice; None where it is not asked for."""
-    if not wants_logprobs(body):
-        return None
-    return completion_logprobs(
-        serving.llm.tokenizer,
-        entries,
-        starts,
-        as_ids=serving.additions.as_ids(body.return_tokens_as_token_ids),
-    )
-
-
-def prompt_fields(serving: Serving, body: schema.CompletionRequest, sequence: RemoteSequence) -> dict:
-    """Fields of a choice that describe its prompt, null where they are not asked for."""
-    scores = prompt_logprobs(serving.llm.tokenizer, sequence) if body.prompt_logprobs is not None else None
-    return {"prompt_logprobs": scores, "prompt_token_ids": sequence.request.prompt if body.return_token_ids else None}
-
-
-def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: RemoteSequence, begin: Opening) -> dict:
-    """A complete choice, after what it begins with."""
-    is_new = body.max_tokens != 0
-    text = (sequence.text.text if sequence.text else "") if is_new else ""
-    entries = list(sequence.logprobs or []) if is_new else []
-    starts = [len(begin.text) + start for start in sequence.starts] if is_new else []
-    value = {
-        "index": i,
-        "text": begin.text + text,
-        "logprobs": logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts]),
-        "finish_reason": sequence.request.finish_reason if is_new else "length",
-        **(stop_reasons(sequence, serving.llm.defaults.stop_ids) if is_new else NO_STOP),
-    }
-    value["token_ids"] = (sequence.request.tokens if is_new else []) if body.return_token_ids else None
-    return value | prompt_fields(serving, body, sequence)
+    return JsonAnswer({**head, "choices": written(), **more})
 
 
 async def stream_chunks(
@@ -188,44 +189,23 @@ async def stream_chunks(
 ) -> AsyncGenerator[Frame, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
-    is_new, n = body.max_tokens != 0, body.n or 1
-    # Of each prompt.
-    openings: dict[int, Opening] = {}
-    begun: set[int] = set()
-    totals = Totals(sequences, n, is_new)
+    choices, totals = Choices(serving, body, sequences), Totals(sequences, body.n or 1, body.max_tokens != 0)
 
-    def parts(i: int, piece: Piece, value: dict) -> Iterator[bytes]:
-        """The chunk ``value`` of a choice that begins, or has log-probabilities."""
-        begin, (choice,) = Opening(serving, body), value["choices"]
-        is_first, opened = i not in begun, openings.get(i // n)
-        begun.add(i)
-        if opened is None:
-            opened = openings[i // n] = Opening(serving, body)
-            yield from opened.read(sequences[i])
-        if is_first:
-            begin = opened
-            fields = prompt_fields(serving, body, sequences[i])
-            choice |= {name: value for name, value in fields.items() if value is not None}
-        choice["text"] = begin.text + choice["text"]
-        entries = piece.logprobs or [] if is_new else []
-        starts = [len(opened.text) + start for start in piece.starts] if is_new else []
-        choice["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
-        yield from frame_parts(value)
+    def chunk(i: int, piece: Piece) -> dict:
+        return {**head, "choices": [choices.part(i, piece)], **stream_totals(serving, stream_options, totals)}
+
+    def large_chunk(i: int, piece: Piece) -> Iterator[bytes]:
+        yield from choices.read(i)
+        yield from frame_parts(chunk(i, piece))
 
     async for i, piece in serving.merged(sequences):
-        choice = {"index": i, "text": piece.text if is_new else "", "logprobs": None}
-        choice["finish_reason"] = piece.finish_reason if is_new else "length"
-        if choice["finish_reason"]:
-            choice |= stop_reasons(sequences[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
-        if body.return_token_ids:
-            choice["token_ids"] = piece.token_ids if is_new else []
-        if body.return_drafts:
-            choice["drafts"] = piece.segments
-        if piece.proposals is not None:
-            choice["proposals"] = proposals(serving.llm.tokenizer, piece) if is_new else []
         totals.take(i)
-        value = {**head, "choices": [choice], **stream_totals(serving, stream_options, totals)}
-        yield frame(value) if i in begun and not wants_logprobs(body) else parts(i, piece, value)
+        yield frame(chunk(i, piece)) if choices.is_small(i) else large_chunk(i, piece)
     if stream_options.include_usage:
         last = stream_totals(serving, stream_options, totals, is_last=True)
         yield frame({**head, "choices": [], **last, **request_metrics(serving, sequences)})
+
+
+def wants_logprobs(body: schema.CompletionRequest) -> bool:
+    """Whether a request asks for log-probabilities."""
+    return body.logprobs is not None or bool(body.logprob_token_ids)

@@ -2,12 +2,19 @@
 
 from fastapi import APIRouter, Request
 
-from dflash_jax.server import native_schema
 from dflash_jax.server.answer_schema import Flushed, Status
 from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.schema_base import Strict
 from dflash_jax.server.serving import Serving
 
 router = APIRouter()
+
+
+class AbortRequest(Strict):
+    """SGLang's ``/abort_request``."""
+
+    rid: str | None = None
+    abort_all: bool = False
 
 
 @router.get("/health_generate", responses={200: {"model": Status}, 503: {"model": Status}}, response_model=None)
@@ -41,7 +48,7 @@ async def reset_prefix_cache(http: Request):
 
 
 @router.post("/abort_request", response_model=None)
-async def abort_request(http: Request, body: native_schema.AbortRequest):
+async def abort_request(http: Request, body: AbortRequest):
     """Ends the request with an id, or all requests with ``abort_all``; only those of the same API key.
 
     Their answers end with the finish_reason "abort". An unknown or finished request is no error.

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.messages import call_arguments
+from dflash_jax.frontend.messages import template_messages
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, is_open
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
@@ -35,6 +35,60 @@ class Delta:
     reasoning: str
     content: str
     calls: list[CallDelta]
+
+    def parts(self) -> Iterator[tuple[str, str, CallDelta | None]]:
+        """Yields (kind, text, call) of each part in order; the kind is "call", "reasoning" or "content".
+
+        Arguments of a call that has begun precede reasoning and content; new calls follow.
+        """
+        first_new = next((i for i, call in enumerate(self.calls) if call.name is not None), len(self.calls))
+        yield from (("call", call.arguments, call) for call in self.calls[:first_new])
+        yield from ((k, text, None) for k, text in (("reasoning", self.reasoning), ("content", self.content)) if text)
+        yield from (("call", call.arguments, call) for call in self.calls[first_new:])
+
+
+class GrowingItems(ABC):
+    """The items of an answer as they grow (thoughts, texts and calls), and the events that report them.
+
+    Attributes:
+        items: The items so far.
+    """
+
+    def __init__(self):
+        self.items: list[dict] = []
+        # The kind of the item that grows, as of `Delta.parts`, and the parts of its text or arguments.
+        self._kind: str | None = None
+        self._texts: list[str] = []
+
+    def take(self, delta: Delta) -> list[dict]:
+        """Adds a piece, and returns its events."""
+        events = []
+        for kind, text, call in delta.parts():
+            if kind != self._kind or (call is not None and call.name is not None):
+                events += self.close()
+                self._kind, self._texts = kind, []
+                events += self._begun(kind, call)
+            if text:
+                self._texts.append(text)
+                events += self._grown(kind, text)
+        return events
+
+    def close(self, status: str = "completed") -> list[dict]:
+        """Ends the item that grows, and returns its events."""
+        kind, self._kind = self._kind, None
+        return [] if kind is None else self._ended(kind, "".join(self._texts), status)
+
+    @abstractmethod
+    def _begun(self, kind: str, call: CallDelta | None) -> list[dict]:
+        """Adds an item. Events get copies of it, since it still grows."""
+
+    @abstractmethod
+    def _grown(self, kind: str, text: str) -> list[dict]:
+        """The events of the next text of the last item."""
+
+    @abstractmethod
+    def _ended(self, kind: str, text: str, status: str) -> list[dict]:
+        """Completes the last item with its whole text."""
 
 
 class Parser:
@@ -166,18 +220,14 @@ class Conversation:
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
-        return Parser(self.thought == "open", self._tool_parser(), shown, self.has_one_call)
+        tools = ToolParser(self.tools, self.is_forced, self.is_bare) if self.tools else None
+        return Parser(self.thought == "open", tools, shown, self.has_one_call)
 
     def ends(self) -> CallEnd | None:
         """The end condition of a choice beside its stop strings; None without one."""
         if not self.has_one_call or not self.tools:
             return None
         return CallEnd(self.thought == "open", self.is_bare, json.dumps(self.tools), self.is_forced)
-
-    def _tool_parser(self) -> ToolParser | None:
-        if not self.tools:
-            return None
-        return ToolParser(self.tools, self.is_forced, self.is_bare)
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:
@@ -199,33 +249,17 @@ def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> t
             media += added
         else:
             content = text_of(parts, where)
-        message: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": content}
-        if (thought := m.reasoning_content or m.reasoning) is not None:
-            message["reasoning_content"] = thought
-        if m.tool_call_id is not None:
-            message["tool_call_id"] = m.tool_call_id
-        if m.name is not None:
-            message["name"] = m.name
-        if m.tool_calls:
-            message["tool_calls"] = [_call(call) for call in m.tool_calls]
-        converted.append(message)
-    return converted, media
-
-
-def _check_arguments(messages: Sequence[chat_schema.Message], most: int) -> None:
-    """Checks the size of calls' arguments, which are JSON inside the body's JSON.
-
-    Raises:
-        ApiError: They may have more than ``most`` values.
-    """
-    texts = (call.function.arguments for m in messages for call in m.tool_calls or ())
-    if sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{") > most:
-        raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
-
-
-def _call(call: chat_schema.Call) -> dict:
-    function = {"name": call.function.name, "arguments": call_arguments(call.function.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+        converted.append(
+            {
+                "role": "system" if m.role == "developer" else m.role,
+                "content": content,
+                "reasoning_content": m.reasoning_content or m.reasoning,
+                "tool_call_id": m.tool_call_id,
+                "name": m.name,
+                "tool_calls": [call.model_dump(exclude={"index"}) for call in m.tool_calls or ()] or None,
+            }
+        )
+    return template_messages(converted), media
 
 
 def check_parameters(schema: dict, where: str) -> None:
@@ -296,7 +330,10 @@ async def converse(
     async for tool in serving.in_steps(tools or ()):
         check_parameters(tool.function.parameters or {}, f"tools[{len(tool_schemas)}].function.parameters")
         tool_schemas.append(tool.model_dump(exclude_none=True))
-    _check_arguments(messages, serving.limits.values)
+    # The arguments of calls are JSON inside the body's JSON.
+    arguments, most = [call.function.arguments for m in messages for call in m.tool_calls or ()], serving.limits.values
+    if sum(text.count(mark) for text in arguments if isinstance(text, str) for mark in ",[{") > most:
+        raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
     options = template_options(serving, body, messages)
     conversation, parts = as_template(messages, serving.media is not None)
     is_truncated = isinstance(body, chat_schema.ChatRequest) and body.truncate_prompt_tokens is not None

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dflash_jax import protocol
@@ -121,24 +122,6 @@ class Inbox:
         while self._events and self._events[0][0] == place and len(events) < MOST_EVENTS:
             events.append(self._events.popleft()[1])
         return place, events
-
-
-class Submission:
-    """Requests that an engine has.
-
-    Args:
-        client: The engine.
-        number: Of the call that has submitted them.
-        requests: Their numbers.
-    """
-
-    def __init__(self, client: "EngineClient", number: int, requests: Sequence[int]):
-        self._client, self._number, self._requests = client, number, requests
-
-    def leave(self, places: Iterable[int] | None = None) -> None:
-        """Aborts the requests at ``places``, or all, that have not ended. There are no further events of them."""
-        requests = self._requests if places is None else [self._requests[place] for place in places]
-        self._client.leave(self._number, requests)
 
 
 class EngineClient:
@@ -261,11 +244,11 @@ class EngineClient:
             UnavailableError: The engine has failed or was stopped.
         """
         inbox = Inbox()
-        submission = await self.submit(sequences, inbox.put)
+        leave = await self.submit(sequences, inbox.put)
         try:
             yield inbox
         finally:
-            submission.leave()
+            leave()
 
     async def submit(
         self,
@@ -273,7 +256,7 @@ class EngineClient:
         put: Put,
         done: Sequence[tuple[list[int], int]] = (),
         beginnings: Sequence[int | bytes] = (),
-    ) -> Submission:
+    ) -> Callable[[], None]:
         """Submits sequences, all of them or none.
 
         Args:
@@ -281,6 +264,9 @@ class EngineClient:
             put: Takes their events; the first ones may come before this returns.
             done: For each sequence, the tokens after which it goes on, and how many engines have lost it; empty: none.
             beginnings: As of `protocol.Submit`.
+
+        Returns:
+            What aborts those that have not ended. There are no further events of them.
 
         Raises:
             InputError, QueueFullError, UnavailableError: As of `submitted`.
@@ -307,9 +293,8 @@ class EngineClient:
             for prompt, tower_s in zip(record.prompts, seconds, strict=True):
                 # The choices share it.
                 prompt.preparation["tower"] = tower_s
-        return Submission(self, number, numbers)
+        return partial(self._leave, number, numbers)
 
-    def leave(self, number: int, requests: Sequence[int]) -> None:
-        """Aborts requests of the call ``number`` that have not ended."""
+    def _leave(self, number: int, requests: Sequence[int]) -> None:
         if unfinished := [request for request in requests if self._takers.pop(request, None) is not None]:
             self._send(protocol.Leave(number, unfinished))

@@ -26,10 +26,9 @@ from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server.capacity import Share
-from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.engine_client import EngineClient
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import GrammarProcesses
+from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.request_context import RequestContext
 from dflash_jax.server.tools import FirstCall
@@ -314,6 +313,7 @@ class FrontConnection:
         self._loop = self._loop or asyncio.get_running_loop()
         match record:
             case protocol.Submit():
+                self._preparing[record.number] = record.owner, set()
                 self._begin(record.number, self._submit, record)
             case protocol.Compile():
                 self._begin(record.number, self._compile, record)
@@ -322,6 +322,7 @@ class FrontConnection:
             case protocol.Leave():
                 if (task := self._calls.pop(record.number, None)) is not None:
                     task.cancel()
+                self._preparing.pop(record.number, None)
                 self._leave(record.requests)
             case protocol.Abort():
                 self._host.abort(record.owner, record.name)
@@ -369,8 +370,7 @@ class FrontConnection:
     async def _submit(self, record: protocol.Submit) -> protocol.Accepted:
         RequestContext(client=record.client).enter()
         begun: dict[int, _Live] = {}
-        aborted: set[str | None] = set()
-        self._preparing[record.number] = record.owner, aborted
+        _, aborted = self._preparing[record.number]
         try:
             seconds = [await self._prepare(record, prompt, begun) for prompt in record.prompts]
             numbers = {live.sequence.request: number for number, live in begun.items()}
@@ -381,7 +381,7 @@ class FrontConnection:
                 live.rows.leave()
             raise
         finally:
-            del self._preparing[record.number]
+            self._preparing.pop(record.number, None)
         self.live |= begun
         for live in begun.values():
             if aborted & {None, live.name}:

@@ -218,19 +218,15 @@ def add_handlers(app) -> None:
     # An engine's process has no FastAPI, which takes half a second to import.
     from fastapi.exceptions import RequestValidationError
 
-    async def on_validation(http: Request, error: RequestValidationError):
-        return error_response(from_validation_error(error), http.scope)
-
-    async def on_http(http: Request, error: HTTPException):
-        converted = ApiError(error.status_code, str(error.detail))
-        # For example Allow, for a wrong method.
-        converted.headers = error.headers
-        return error_response(converted, http.scope)
-
-    async def on_any(http: Request, error: Exception):
+    async def handle(http: Request, error: Exception):
+        if isinstance(error, RequestValidationError):
+            error = from_validation_error(error)
+        elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
+            # For example Allow, for a wrong method.
+            headers = error.headers
+            error = ApiError(error.status_code, str(error.detail))
+            error.headers = headers
         return error_response(as_api_error(error), http.scope)
 
-    app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(HTTPException, on_http)
-    for kind in (ApiError, InputError, QueueFullError, EngineError, Exception):
-        app.add_exception_handler(kind, on_any)
+    for kind in (RequestValidationError, HTTPException, InputError, QueueFullError, EngineError, Exception):
+        app.add_exception_handler(kind, handle)

@@ -10,18 +10,80 @@ import hashlib
 import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict
 
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.protocol import Form
-from dflash_jax.server.compilation_queue import CompilationQueue
+from dflash_jax.sampling_params import CLOSE, OPEN
+from dflash_jax.server.capacity import FairCapacity, Share
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar_masks import Grammar, MaskExchange
-from dflash_jax.server.grammar_pool import GrammarLimits, GrammarPool, richest
+from dflash_jax.server.grammar_masks import Grammar, GrammarLimits, GrammarPool, MaskExchange, richest
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.request_context import current
 from dflash_jax.workers.process import Nursery, WorkerProcess
+
+# Seconds between two looks at the processor time of compilations.
+LOOK_S = 0.05
+
+
+def grammar_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> GrammarTokens:
+    """A checkpoint's tokens as grammars need them. The tokenizer must have a file."""
+    blanks = [i for n in (1, 2) for i in tokenizer.encode_plain("\n" * n)]
+    open_ids, close_ids = (tuple(tokenizer.encode_plain(tag)) for tag in (OPEN, CLOSE))
+    return GrammarTokens(str(tokenizer.file), vocab, tuple(stop_ids), open_ids, close_ids, tuple(blanks))
+
+
+class CompilationQueue(FairCapacity):
+    """Places for compilations, of which there are ``limits.compilations``, by turns of clients.
+
+    While a client waits, a compilation may be dropped: one of its own where it has its half of the places, else one of
+    the client that has most places. A compilation has `sure_s` of processor time before it is dropped for one of its
+    own client; all of a client together have that much before one is dropped for another client.
+
+    Attributes:
+        compiling: The processes that compile now, and their clients.
+    """
+
+    def __init__(self, limits: GrammarLimits):
+        super().__init__(limits.compilations, "the compilation of texts' forms", limits.waiting)
+        self._sure_s = limits.sure_s
+        self._watch: asyncio.Task | None = None
+        self.compiling: dict[WorkerProcess, Hashable] = {}
+
+    async def place(self) -> Share:
+        """Waits for a place.
+
+        Raises:
+            ApiError: 503, too many requests wait.
+        """
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._drop_while_one_waits())
+        return await self.take(1)
+
+    async def _drop_while_one_waits(self) -> None:
+        await asyncio.sleep(0)
+        while self.waiting:
+            self._drop()
+            await asyncio.sleep(LOOK_S)
+
+    def _drop(self) -> None:
+        """Drops the compilation with most processor time, of the client that must make room for one that waits."""
+        if any(process.reason for process in self.compiling):
+            # Its place is about to be free.
+            return
+        used = {process: process.processor_s() for process in self.compiling}
+        by_client: dict[Hashable, float] = dict.fromkeys(self.used_by, 0.0)
+        for process, seconds in used.items():
+            by_client[self.compiling[process]] += seconds
+        richest = max(by_client, key=lambda client: (self.used_by[client], by_client[client]))
+        for client in self.waiting:
+            owner = client if self.used_by[client] >= self.half else richest
+            longest = max((p for p in used if self.compiling[p] == owner), key=lambda p: used[p], default=None)
+            if longest and (used[longest] if owner == client else by_client[owner]) > self._sure_s:
+                longest.kill("the server compiles the forms of other texts: try again later")
+                return
 
 
 class GrammarProcesses:
@@ -105,13 +167,21 @@ class GrammarProcesses:
 
     async def _attempt(self, form: Form, is_last: bool = False) -> Grammar | None:
         """Compiles once; None where the nursery has died, unless this ``is_last``."""
-        process, client = await self._forked(), current().client
+        limits, client = self._limits, current().client
+        try:
+            process = self._pool.add(await self._nursery.forked(), client)
+        except OSError:
+            raise ApiError(503, "structured output is being restarted") from None
+        request = {"kind": form.kind, "value": form.value, "field": form.field}
+        request |= {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
         # Further compilations of a client have less of the processors.
-        niceness = list(self._queue.compiling.values()).count(client)
+        request["niceness"] = list(self._queue.compiling.values()).count(client)
         self._queue.compiling[process] = client
         try:
-            notes = await self._compile(process, form, niceness)
-            return Grammar(self._pool, self._exchange, process, self.tokens.mask_bytes // 4, notes)
+            answer = json.loads(await process.ask(json.dumps(request).encode()))
+            if "error" in answer:
+                raise InputError(answer["error"])
+            return Grammar(self._pool, self._exchange, process, self.tokens.mask_bytes // 4, answer["notes"])
         except BaseException as e:
             self._pool.end(process)
             if not isinstance(e, EOFError):
@@ -119,18 +189,13 @@ class GrammarProcesses:
             if process.reason is not None:
                 raise ApiError(503, process.reason) from None
             if process.pid is not None or is_last:
-                raise InputError(self._too_much(form)) from None
+                most = f"{limits.compile_s} s of processor time or {limits.memory_bytes >> 20} MiB"
+                message = f"{form.field} cannot be compiled: it needs more than {most}, or is nested too deeply"
+                raise InputError(message) from None
             self._nursery.lose(process.parent)
             return None
         finally:
             del self._queue.compiling[process]
-
-    def _too_much(self, form: Form) -> str:
-        limits = self._limits
-        return (
-            f"{form.field} cannot be compiled: it needs more than {limits.compile_s} s of processor time or "
-            f"{limits.memory_bytes >> 20} MiB, or is nested too deeply"
-        )
 
     def _keep(self, key: str, grammar: Grammar) -> None:
         self._cache[key] = grammar
@@ -144,27 +209,3 @@ class GrammarProcesses:
             oldest = next(k for k in idle if self._cache[k].client == has_most)
             idle.remove(oldest)
             self._forget(oldest)
-
-    async def _forked(self) -> WorkerProcess:
-        """A fork of the nursery, which is started unless it runs."""
-        try:
-            return self._pool.add(await self._nursery.forked(), current().client)
-        except OSError:
-            raise ApiError(503, "structured output is being restarted") from None
-
-    async def _compile(self, process: WorkerProcess, form: Form, niceness: int) -> list[str]:
-        """Has ``process`` compile, with so much more niceness.
-
-        Returns:
-            What the grammar does not enforce.
-
-        Raises:
-            EOFError: The process died.
-        """
-        limits = self._limits
-        request = {"kind": form.kind, "value": form.value, "field": form.field, "niceness": niceness}
-        request |= {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
-        answer = json.loads(await process.ask(json.dumps(request).encode()))
-        if "error" in answer:
-            raise InputError(answer["error"])
-        return answer["notes"]

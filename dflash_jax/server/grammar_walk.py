@@ -90,13 +90,13 @@ class GrammarTokens:
         return parts
 
     def matcher(self, kind: str, value, field: str) -> tuple[LLMatcher, list[str]]:
-        """Compiles a `Constraint`.
+        """Compiles a `Form`, whose value is parsed.
 
         Returns:
             The matcher, and what it does not enforce.
 
         Raises:
-            InputError: The constraint is invalid; the message names ``field``.
+            InputError: The form is invalid; the message names ``field``.
         """
         error = ""
         try:

@@ -22,7 +22,7 @@ from dflash_jax.options.systems import llm_keywords
 from dflash_jax.parallel.devices import set_platform
 from dflash_jax.progress import starting
 from dflash_jax.server import transport
-from dflash_jax.server.additions import Additions
+from dflash_jax.server.limits import Additions
 
 log = logging.getLogger("dflash_jax.server")
 

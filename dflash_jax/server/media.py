@@ -83,7 +83,7 @@ class RequestMedia:
         self.memory = FairCapacity(most_bytes, "the memory for images and videos")
         # Memory for the contents and pixels of images and videos that are being fetched and decoded.
         self._reading = FairCapacity(most_bytes, "memory to read images and videos", reader.limits.waiting)
-        # Admitted requests with many images wait here, since the fetcher and the decoder would refuse them.
+        # Images and videos that are fetched and decoded at a time; others of admitted requests wait here.
         self._fetches = FairCapacity(reader.limits.fetches, "the network")
         self._decodes = FairCapacity(reader.limits.decodes, "the decoder of images and videos")
 

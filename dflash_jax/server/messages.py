@@ -8,89 +8,67 @@ from dflash_jax.json_text import loaded
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
 from dflash_jax.server.answers import usage
 from dflash_jax.server.body import MediaRoute
-from dflash_jax.server.chat import as_delta, prepare_chat, tools_in_use
-from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
+from dflash_jax.server.chat import prepare_chat, tools_in_use
+from dflash_jax.server.conversation import Conversation, GrowingItems, converse
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.messages_input import as_chat
-from dflash_jax.server.messages_schema import CountTokensRequest, MessagesRequest
+from dflash_jax.server.messages_input import CountTokensRequest, MessagesRequest, as_chat
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stream import EventStream, Later, frame
+from dflash_jax.server.stream import EventStream, Later, event_frames, frame
+from dflash_jax.server.tools import CallDelta
 
 # Thoughts that clients send back are not verified, so they are not signed.
 SIGNATURE = "unsigned"
+# The reasons of answers that did not end by themselves. The interface has none for an aborted one; max_tokens is the
+# nearest.
+REASONS = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
+# The type and the field of the event of a text, by its kind.
+DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
-class Content:
-    """The content blocks of an answer as they grow, and the events that report them.
-
-    Attributes:
-        blocks: The blocks so far.
-    """
+class Content(GrowingItems):
+    """The content blocks of an answer."""
 
     def __init__(self, shows_thoughts: bool = True):
         """An empty content; without ``shows_thoughts`` the text of thinking blocks is left out."""
-        self.blocks: list[dict] = []
+        super().__init__()
         self._shows_thoughts = shows_thoughts
-        # Parts of the current block's text or arguments.
-        self._is_open, self._texts = False, []
 
-    def take(self, delta: Delta) -> list[dict]:
-        """Adds a piece.
-
-        Returns:
-            Its events.
-        """
-        events = []
-        for part in as_delta(delta):
-            if text := part.get("content"):
-                events += self._open("text", {"text": ""})
-                self._texts.append(text)
-                events.append(self._delta("text_delta", text=text))
-            elif thought := part.get("reasoning_content"):
-                events += self._open("thinking", {"thinking": "", "signature": ""})
-                if self._shows_thoughts:
-                    self._texts.append(thought)
-                    events.append(self._delta("thinking_delta", thinking=thought))
-            for call in part.get("tool_calls", ()):
-                if name := call["function"].get("name"):
-                    events += self.close() + self._open("tool_use", {"id": call["id"], "name": name, "input": {}})
-                if arguments := call["function"]["arguments"]:
-                    self._texts.append(arguments)
-                    events.append(self._delta("input_json_delta", partial_json=arguments))
-        return events
-
-    def _open(self, kind: str, fields: dict) -> list[dict]:
-        if self._is_open and self.blocks[-1]["type"] == kind:
-            return []
-        events = self.close()
-        self.blocks.append({"type": kind, **fields})
-        self._is_open, self._texts = True, []
-        start = {"type": "content_block_start", "index": len(self.blocks) - 1}
-        # The event gets a copy, since the block still grows.
-        return [*events, start | {"content_block": dict(self.blocks[-1])}]
-
-    def _delta(self, kind: str, **fields) -> dict:
-        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, **fields}}
-
-    def close(self) -> list[dict]:
-        """Ends the current block.
-
-        Returns:
-            Its events.
-        """
-        if not self._is_open:
-            return []
-        self._is_open, block, events, text = False, self.blocks[-1], [], "".join(self._texts)
-        if block["type"] == "tool_use":
-            block["input"] = _object(text)
+    def _begun(self, kind: str, call: CallDelta | None) -> list[dict]:
+        if call is not None:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        elif kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
         else:
-            block[block["type"]] = text
-        if block["type"] == "thinking":
-            block["signature"] = SIGNATURE
-            events.append(self._delta("signature_delta", signature=SIGNATURE))
-        return [*events, {"type": "content_block_stop", "index": len(self.blocks) - 1}]
+            block = {"type": "text", "text": ""}
+        self.items.append(block)
+        return [self._event("content_block_start", content_block=dict(block))]
+
+    def _grown(self, kind: str, text: str) -> list[dict]:
+        if kind == "reasoning" and not self._shows_thoughts:
+            return []
+        name, field = DELTAS[kind]
+        return [self._event("content_block_delta", delta={"type": name, field: text})]
+
+    def _ended(self, kind: str, text: str, status: str) -> list[dict]:
+        block, events = self.items[-1], []
+        if kind == "call":
+            block["input"] = _object(text)
+        elif kind == "content":
+            block["text"] = text
+        else:
+            block |= {"thinking": text if self._shows_thoughts else "", "signature": SIGNATURE}
+            signed = {"type": "signature_delta", "signature": SIGNATURE}
+            events.append(self._event("content_block_delta", delta=signed))
+        return [*events, self._event("content_block_stop")]
+
+    def _event(self, kind: str, **fields) -> dict:
+        return {"type": kind, "index": len(self.items) - 1, **fields}
 
 
 def _object(arguments: str) -> dict:
@@ -103,16 +81,6 @@ def _object(arguments: str) -> dict:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
-
-
-def stop_fields(sequence: RemoteSequence, parser: Parser) -> dict:
-    """Why an answer ended."""
-    # The interface has no reason for an aborted answer; max_tokens is the nearest.
-    reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
-    reason, matched = reasons.get(parser.reason(sequence) or "", "end_turn"), None
-    if isinstance(sequence.matched, str):
-        reason, matched = "stop_sequence", sequence.matched
-    return {"stop_reason": reason, "stop_sequence": matched}
 
 
 def usage_fields(sequence: RemoteSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
@@ -148,16 +116,13 @@ async def message_events(
             for event in content.take(parser.finish(sequence)) + content.close():
                 yield event
     counted = usage([sequence], 1)["completion_tokens"]
-    stop, totals = stop_fields(sequence, parser), usage_fields(sequence, counted, parser.reasoning_tokens)
-    message |= {"content": content.blocks, **stop, "usage": totals}
+    totals = usage_fields(sequence, counted, parser.reasoning_tokens)
+    matched = sequence.matched if isinstance(sequence.matched, str) else None
+    reason = "stop_sequence" if matched is not None else REASONS.get(parser.reason(sequence) or "", "end_turn")
+    stop = {"stop_reason": reason, "stop_sequence": matched}
+    message |= {"content": content.items, **stop, "usage": totals}
     yield {"type": "message_delta", "delta": stop, "usage": totals}
     yield {"type": "message_stop"}
-
-
-async def event_frames(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
-    """Yields events as frames."""
-    async for event in events:
-        yield frame(event, event["type"])
 
 
 def error_frame(error: ApiError) -> bytes:

@@ -1,14 +1,124 @@
-"""Requests to ``/v1/messages`` as chat requests."""
+"""Requests to ``/v1/messages``, Anthropic's Messages API, as chat requests.
+
+Unknown keys inside blocks and tools are ignored.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from dflash_jax.server import chat_schema, schema
+from dflash_jax.server import chat_schema
 from dflash_jax.server.content import parts_or_text
 from dflash_jax.server.errors import ApiError, from_conversion_error
-from dflash_jax.server.messages_schema import Block, CountTokensRequest, MessagesRequest, MessagesTool, TurnMessage
+from dflash_jax.server.schema_base import Body, Items, Json, Open, Strict, neutral_table
+
+
+class Block(Open):
+    """A content block. `as_chat` refuses unknown types by name."""
+
+    type: str
+    # text, thinking
+    text: str | None = None
+    thinking: str | None = None
+    # tool_use
+    id: str | None = None
+    name: str | None = None
+    input: Json | None = None
+    # tool_result
+    tool_use_id: str | None = None
+    content: str | Items[chat_schema.Part] | None = None
+
+
+class TurnMessage(Strict):
+    """A turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Items[Block]
+
+
+class MessagesTool(Open):
+    """A tool that the client runs. Tools that Anthropic defines or runs have another ``type``."""
+
+    type: str | None = None
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: str | None = None
+    input_schema: Json | None = None
+    strict: bool | None = None
+
+
+class MessagesToolChoice(Strict):
+    """Which tool the model must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    """Whether and how much to think; ``display`` "omitted" leaves the text of thoughts out of the answer."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Strict):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """Form and effort of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ContextEdit(Open):
+    """Removal of old thoughts, which the chat template decides; other edits are not supported."""
+
+    type: Literal["clear_thinking_20251015"]
+
+
+class ContextManagement(Strict):
+    """Edits of the context."""
+
+    edits: Items[ContextEdit] | None = None
+
+
+class CountTokensRequest(Body):
+    """``/v1/messages/count_tokens``: the fields that make the prompt."""
+
+    neutral = neutral_table("messages")
+
+    messages: Items[TurnMessage] = Field(min_length=1)
+    model: str | None = None
+    system: str | Items[Block] | None = None
+    tools: Items[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    # The same as in chat requests.
+    chat_template_kwargs: Json | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """``/v1/messages``."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Items[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    # The same as in chat requests.
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    block_size: int | Literal["auto"] | None = None
+
 
 BLOCKS = {
     "system": ("text",),
@@ -16,7 +126,7 @@ BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 
-CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_messages(body: CountTokensRequest) -> list[dict]:
@@ -133,24 +243,21 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict:
     return message
 
 
-def _tool(tool: MessagesTool, where: str) -> chat_schema.Tool:
+def _tool(tool: MessagesTool, where: str) -> dict:
     if tool.type not in (None, "custom"):
         raise ApiError(400, f"{where}.type is {tool.type!r}: it must be custom, a tool of the client", f"{where}.type")
     if tool.input_schema is None:
         raise ApiError(400, f"{where}.input_schema is missing", f"{where}.input_schema")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return chat_schema.Tool(type="function", function=chat_schema.Function(**function, strict=tool.strict))
+    function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
 
-def _tool_choice(body: CountTokensRequest) -> chat_schema.ToolChoice | None:
-    choice = body.tool_choice
-    if choice is None:
-        return None
-    if choice.type != "tool":
-        return CHOICES[choice.type]
+def _tool_choice(choice: MessagesToolChoice | None) -> str | dict | None:
+    if choice is None or choice.type != "tool":
+        return None if choice is None else CHOICES[choice.type]
     if choice.name is None:
         raise ApiError(400, "tool_choice.name is missing", "tool_choice.name")
-    return chat_schema.NamedTool(type="function", function=chat_schema.FunctionName(name=choice.name))
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
@@ -159,7 +266,16 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
     Raises:
         ApiError: The request is invalid.
     """
-    thinking, output, fields = body.thinking, body.output_config, {}
+    thinking, output, messages = body.thinking, body.output_config, as_messages(body)
+    fields: dict[str, Any] = {
+        "model": body.model,
+        # An assistant's turn at the end is continued.
+        "continue_final_message": messages[-1]["role"] == "assistant",
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
     if thinking is not None:
         fields |= {"enable_thinking": thinking.type != "disabled", "thinking_token_budget": thinking.budget_tokens}
         if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
@@ -168,23 +284,13 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
     if isinstance(body, MessagesRequest):
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "block_size")
         fields |= {name: getattr(body, name) for name in same} | {"stop": body.stop_sequences or None}
-    if output is not None and output.format is not None:
-        form = schema.JsonSchema(name="answer", schema=output.format.schema_)
-        fields["response_format"] = schema.ResponseFormat(type="json_schema", json_schema=form)
     if output is not None:
         fields["reasoning_effort"] = output.effort
-    chat = as_messages(body)
+        if output.format is not None:
+            form = {"name": "answer", "schema": output.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
     try:
-        return chat_schema.ChatRequest(
-            model=body.model,
-            messages=[chat_schema.Message(**m) for m in chat],
-            # An assistant's turn at the end is continued.
-            continue_final_message=chat[-1]["role"] == "assistant",
-            tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
-            tool_choice=_tool_choice(body),
-            parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
-            chat_template_kwargs=body.chat_template_kwargs,
-            **fields,
-        )
+        messages = [chat_schema.Message(**message) for message in messages]
+        return chat_schema.ChatRequest.model_validate(fields | {"messages": messages})
     except ValidationError as e:
         raise from_conversion_error(e) from None

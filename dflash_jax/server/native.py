@@ -4,14 +4,16 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 
 from dflash_jax.frontend.reasoning import ThoughtTokens
+from dflash_jax.frontend.sequence import Piece
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
-from dflash_jax.server import native_schema, prepare
+from dflash_jax.server import prepare
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.body import MediaRoute
@@ -19,11 +21,56 @@ from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, dumped
 from dflash_jax.server.media import url_part
 from dflash_jax.server.request_context import current
+from dflash_jax.server.schema import NamedTokens, Sampling, ThinkingBudget
+from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, neutral_table
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame_parts
+from dflash_jax.server.token_lists import TokenList
 
 router = APIRouter(route_class=MediaRoute)
 SCHEMES = ("data", "http", "https", "file")
+
+
+class NativeSampling(Sampling):
+    """SGLang's ``sampling_params``."""
+
+    neutral = neutral_table("sampling")
+
+    # With 0, only the prompt is processed.
+    max_new_tokens: int | None = Field(None, ge=0)
+    stop: str | Items[str] | None = None
+    n: int | None = Field(None, ge=1)
+    min_new_tokens: int | None = Field(None, ge=0)
+    json_schema: str | Json | None = None
+    structural_tag: str | Json | None = None
+    sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    logit_bias: dict[str, float] | None = None
+
+
+class GenerateRequest(Body):
+    """SGLang's ``/generate``."""
+
+    neutral = neutral_table("generate")
+
+    text: str | Items[str] | None = None
+    input_ids: TokenList | Items[TokenList] | None = None
+    # URLs or base64, one or a list; of several prompts, a list of these for each.
+    image_data: str | Json | Items[Any] | None = None
+    video_data: str | Json | Items[Any] | None = None
+    sampling_params: NativeSampling | Items[NativeSampling] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)
+    top_logprobs_num: int | None = Field(None, ge=0, le=20)
+    token_ids_logprob: NamedTokens | Items[NamedTokens] | None = None
+    return_text_in_logprobs: bool | None = None
+    # Whether the text begins with reasoning, after which a grammar begins.
+    require_reasoning: bool = False
+    max_thinking_tokens: ThinkingBudget = None
+    rid: RequestId | Items[RequestId] | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    cache_salt: Salt | Items[Salt] | None = None
+    block_size: int | Literal["auto"] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,24 +90,7 @@ class RequestedText:
     thought: ThoughtTokens | None = None
 
 
-@dataclass(frozen=True)
-class Part:
-    """The part of a text that an answer has.
-
-    Attributes:
-        text: Text; None without a tokenizer.
-        token_ids: New tokens.
-        logprobs: Log-probabilities of new tokens.
-        prompt_logprobs: Log-probabilities of the prompt's tokens but the first; None where the answer has none of them.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    logprobs: list[dict]
-    prompt_logprobs: list[dict] | None
-
-
-def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
+def prompts_of(body: GenerateRequest) -> tuple[list, bool]:
     """The prompts of a request, and whether it asks for a list of answers.
 
     Raises:
@@ -76,7 +106,7 @@ def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
     return ([prompts], False) if isinstance(prompts[0], int) else (prompts, True)
 
 
-def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, several: bool) -> list[list[MediaPart]]:
+def media_of(serving: Serving, body: GenerateRequest, count: int, several: bool) -> list[list[MediaPart]]:
     """The images and videos of each prompt.
 
     Raises:
@@ -100,55 +130,58 @@ def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, 
     return media
 
 
-async def prepare_generation(
-    serving: Serving, body: native_schema.GenerateRequest
-) -> tuple[list[tuple[RemoteSequence, bool]], bool]:
-    """Prepares the sequences of a request.
+async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[list[RequestedText], bool]:
+    """Prepares the texts of a request.
 
     Returns:
-        Sequences, each with whether new tokens are asked for; and whether the answer is a list.
+        The texts, and whether the answer is a list.
 
     Raises:
         ApiError: The request is invalid.
     """
     prompts, several = prompts_of(body)
     prepare.check_logprobs(serving, body)
-    settings = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
-    if len(settings) != len(prompts):
-        message = f"{len(settings)} sampling_params for {len(prompts)} prompts: give one, or one each"
-        raise ApiError(400, message, "sampling_params")
+    settings = _each(body.sampling_params, len(prompts), "sampling_params")
     _each(body.rid, len(prompts), "rid")
-    salts, prepared = _each(body.cache_salt, len(prompts), "cache_salt"), []
+    salts, prepared, are_new = _each(body.cache_salt, len(prompts), "cache_salt"), [], []
     named = body.token_ids_logprob or []
     if not (named and isinstance(named[0], list)):
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
     media = media_of(serving, body, len(prompts), several)
     for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
-        sampling = sampling or native_schema.NativeSampling.model_validate({})
+        sampling = sampling or NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
-        ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
-        placed = None
+        placed, field = None, "text" if isinstance(prompt, str) else "input_ids"
+        ids = await serving.texts.prompt(prompt, field)
         if media[i] and serving.media is not None:
-            ids, placed = await serving.media.placed(ids, media[i], "text" if isinstance(prompt, str) else "input_ids")
+            ids, placed = await serving.media.placed(ids, media[i], field)
         is_new = sampling.max_new_tokens != 0
         least = sampling.max_new_tokens if is_new else 1
         room = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         logprob_ids = named[i] if body.return_logprob else None
         params = prepare.sampling(sampling, room, sampling.sampling_seed, logprobs, logprob_ids)
-        form = await prepare.compiled(serving, prepare.constraint(sampling))
+        form = await prepare.compiled(serving, prepare.form_of(sampling))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
         options = {"block_size": body.block_size, "form": form, "prompt_logprobs": of_prompt}
-        options |= {"priority": body.priority, "cache_salt": salts[i], "media": placed}
+        options |= {"priority": body.priority, "cache_salt": salts[i] or "", "media": placed}
         options["budget"] = budget = prepare.budget([body.max_thinking_tokens])
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
         if body.require_reasoning:
             options["thought"] = "open"
-        prepared += [(sequence, is_new) for sequence in await prepare.sequences(serving, ids, params, n, **options)]
+        prepared += await prepare.sequences(serving, ids, params, n, **options)
+        are_new += [is_new] * n
         several = several or n > 1
-    return prepared, several
+    names, close = names_of(body, len(prepared)), None
+    current().ids = dict(zip(prepared, names, strict=True))
+    if body.require_reasoning and serving.llm.tokenizer is not None:
+        close = serving.llm.tokenizer.encode_plain(CLOSE)
+    return [
+        RequestedText(sequence, name, is_new, None if close is None else ThoughtTokens(close))
+        for sequence, name, is_new in zip(prepared, numbered(names), are_new, strict=True)
+    ], several
 
 
 def _each(value, count: int, name: str) -> list:
@@ -160,7 +193,7 @@ def _each(value, count: int, name: str) -> list:
     return value
 
 
-def names_of(body: native_schema.GenerateRequest, count: int) -> list[str]:
+def names_of(body: GenerateRequest, count: int) -> list[str]:
     """The request's id for each of ``count`` texts."""
     if isinstance(body.rid, list):
         return [rid for rid in body.rid for _ in range(count // len(body.rid))]
@@ -177,19 +210,19 @@ def numbered(names: list[str]) -> list[str]:
     return ids
 
 
-def whole(requested: RequestedText) -> Part:
-    """The part with all of a text so far."""
-    sequence = requested.sequence
-    return Part(sequence.shown_text, sequence.token_ids, sequence.logprobs or [], sequence.request.prompt_entries)
+def whole(sequence: RemoteSequence) -> Piece:
+    """All of a text so far, as one piece."""
+    text, reason = sequence.shown_text or "", sequence.request.finish_reason
+    return Piece(text, sequence.token_ids, [], logprobs=sequence.logprobs, finish_reason=reason)
 
 
 def answer(
     serving: Serving,
-    body: native_schema.GenerateRequest,
+    body: GenerateRequest,
     requested: RequestedText,
-    part: Part,
+    piece: Piece,
+    prompt_entries: list[dict] | None,
     began: float,
-    ended: str | None,
 ) -> dict:
     """An answer, with ``meta_info`` as SGLang's and z-lab's benchmarks read it.
 
@@ -197,15 +230,14 @@ def answer(
         serving: The model and its engine.
         body: The request.
         requested: The text, whose totals the answer has.
-        part: The part of the text that the answer has.
+        piece: The part of the text that the answer has.
+        prompt_entries: Log-probabilities of the prompt's tokens but the first; None where the answer has none of them.
         began: When the request arrived, on `time.perf_counter`.
-        ended: Why the text ended; None while it has not.
     """
     sequence, request, tokenizer = requested.sequence, requested.sequence.request, serving.llm.tokenizer
+    ended = piece.finish_reason
     if not requested.is_new:
-        part = Part("", [], [], part.prompt_logprobs)
-        if ended == "stop":
-            ended = "length"
+        piece, ended = Piece("", [], []), "length" if ended == "stop" else ended
     reason: dict[str, Any] = {"type": ended} if ended else {}
     if ended == "length":
         reason["length"] = request.params.max_tokens if requested.is_new else 0
@@ -229,16 +261,16 @@ def answer(
         "weight_version": "default",
     }
     if body.return_logprob:
-        meta |= _logprobs("output", tokenizer, part.logprobs, body)
+        meta |= _logprobs("output", tokenizer, piece.logprobs or [], body)
         entries = []
-        if request.prompt_logprobs is not None and part.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None and prompt_entries is not None:
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
-            entries = [first, *part.prompt_logprobs][body.logprob_start_len :]
+            entries = [first, *prompt_entries][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, entries, body)
-    return {"text": part.text, "output_ids": part.token_ids, "meta_info": meta}
+    return {"text": None if tokenizer is None else piece.text, "output_ids": piece.token_ids, "meta_info": meta}
 
 
-def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.GenerateRequest) -> dict:
+def _logprobs(side: str, tokenizer, entries: list[dict], body: GenerateRequest) -> dict:
     def triple(token: int, value: float | None) -> list:
         text = token_text(tokenizer, token)[0] if body.return_text_in_logprobs else None
         return [None if value is None else finite(value), token, text]
@@ -259,20 +291,11 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.Gen
 
 
 @router.post("/generate", responses={200: {"model": Generated | list[Generated]}}, response_model=None)
-async def generate(http: Request, body: native_schema.GenerateRequest):
+async def generate(http: Request, body: GenerateRequest):
     """SGLang's generation from text or token ids."""
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
-    prepared, several = await prepare_generation(serving, body)
-    sequences, names = [sequence for sequence, _ in prepared], names_of(body, len(prepared))
-    current().ids = dict(zip(sequences, names, strict=True))
-    tokenizer, close = serving.llm.tokenizer, None
-    if body.require_reasoning and tokenizer is not None:
-        close = tokenizer.encode_plain(CLOSE)
-    texts = [
-        RequestedText(sequence, name, is_new, None if close is None else ThoughtTokens(close))
-        for (sequence, is_new), name in zip(prepared, numbered(names), strict=True)
-    ]
+    texts, several = await prepare_generation(serving, body)
     body = body.without_large()
     if body.stream:
         return Later(http, EventStream(stream_events(serving, body, texts, several, began)).start())
@@ -280,7 +303,7 @@ async def generate(http: Request, body: native_schema.GenerateRequest):
 
 
 async def full_response(
-    serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
+    serving: Serving, body: GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> JsonAnswer:
     """Waits for all sequences, then answers."""
     sequences = [text.sequence for text in texts]
@@ -290,13 +313,13 @@ async def full_response(
         for text in texts:
             if text.thought is not None:
                 text.thought.take(text.sequence.token_ids)
-            yield answer(serving, body, text, whole(text), began, text.sequence.request.finish_reason)
+            yield answer(serving, body, text, whole(text.sequence), text.sequence.request.prompt_entries, began)
 
     return JsonAnswer(answers() if several else next(answers()))
 
 
 async def stream_events(
-    serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
+    serving: Serving, body: GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> AsyncGenerator[Frame, None]:
     """Yields events, as SGLang's: each has the text and the tokens so far, the last one of a text all of its answer.
 
@@ -308,13 +331,13 @@ async def stream_events(
         text = texts[i]
         if text.thought is not None:
             text.thought.take(piece.token_ids)
+        entries = text.sequence.request.prompt_entries
         if serving.additions.incremental:
-            prompt = None if i in begun else text.sequence.request.prompt_entries
-            part = Part(piece.text, piece.token_ids, piece.logprobs or [], prompt)
+            entries = None if i in begun else entries
+        elif piece.finish_reason:
+            piece = whole(text.sequence)
         else:
-            part = whole(text)
-            if not piece.finish_reason:
-                part = replace(part, logprobs=[], prompt_logprobs=None)
+            piece, entries = replace(whole(text.sequence), logprobs=None), None
         begun.add(i)
-        value = answer(serving, body, text, part, began, piece.finish_reason)
+        value = answer(serving, body, text, piece, entries, began)
         yield frame_parts(value | ({"index": i} if several else {}))

@@ -1,10 +1,11 @@
-"""From the fields of a request to the engine's input: sampling parameters, constraints, sequences."""
+"""From the fields of a request to the engine's input: sampling parameters, forms, sequences."""
 
 import asyncio
 import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 from msgspec.structs import astuple
@@ -14,10 +15,9 @@ from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.reasoning import open_thought
-from dflash_jax.protocol import CallEnd, Form
+from dflash_jax.protocol import Form
 from dflash_jax.sampling_params import CLOSE, MAX_BIAS, OPEN, SamplingParams
 from dflash_jax.server import schema
-from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.media import PlacedMedia
@@ -48,34 +48,21 @@ def sampling(
     Raises:
         ApiError: A value is invalid.
     """
-    min_tokens = getattr(body, "min_tokens", None) or getattr(body, "min_new_tokens", None) or 0
-    include_stop = body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)
-    skip_special = body.skip_special_tokens is not False
+    values: dict[str, Any] = {name: value for name, value in body if name in FIELDS - {"n"} and value is not None}
+    values |= {
+        "logit_bias": biases(getattr(body, "logit_bias", None)),
+        "seed": secrets.randbits(32) if seed is None else seed % SEEDS,
+        "max_tokens": max_tokens,
+        "min_tokens": getattr(body, "min_tokens", None) or getattr(body, "min_new_tokens", None) or 0,
+        "include_stop_str_in_output": bool(body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)),
+        "logprobs": logprobs,
+        "logprob_token_ids": logprob_ids,
+    }
+    if body.allowed_token_ids is not None:
+        # Without duplicates, since every choice reads them.
+        values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
     try:
-        return SamplingParams(
-            temperature=body.temperature,
-            top_k=0 if body.top_k == -1 else body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            logit_bias=biases(getattr(body, "logit_bias", None)),
-            seed=secrets.randbits(32) if seed is None else seed % SEEDS,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=getattr(body, "stop", None) or (),
-            stop_regex=body.stop_regex or (),
-            include_stop_str_in_output=bool(include_stop),
-            skip_special_tokens=skip_special,
-            bad_words=tuple(body.bad_words or ()),
-            # Without duplicates, since every choice reads them.
-            allowed_token_ids=None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=body.ignore_eos,
-            logprobs=logprobs,
-            logprob_token_ids=tuple(logprob_ids or ()),
-        )
+        return SamplingParams(**values)
     except InputError as e:
         raise ApiError(400, str(e), field_of(str(e))) from None
 
@@ -86,21 +73,21 @@ def field_of(message: str) -> str | None:
     return first if first in FIELDS else None
 
 
-def biases(given: dict[str, float] | None) -> dict[int, float]:
+def biases(by_token: dict[str, float] | None) -> dict[int, float]:
     """``logit_bias`` with token ids as integers.
 
     Raises:
         ApiError: A key is no token id, or there are too many.
     """
-    if len(given or {}) > MAX_BIAS:
-        message = f"logit_bias has {len(given or {})} tokens: at most {MAX_BIAS} are possible"
-        raise ApiError(400, message, "logit_bias")
-    wrong = [token for token in given or {} if not (token.isascii() and token.isdecimal() and len(token) < 20)]
+    by_token = by_token or {}
+    if len(by_token) > MAX_BIAS:
+        raise ApiError(400, f"logit_bias has {len(by_token)} tokens: at most {MAX_BIAS} are possible", "logit_bias")
+    wrong = [token for token in by_token if not (token.isascii() and token.isdecimal() and len(token) < 20)]
     if wrong:
         names = ", ".join(repr(token[:40]) for token in wrong[:8])
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ApiError(400, f"logit_bias: its keys must be token ids, and these are not: {names}{more}", "logit_bias")
-    return {int(token): value for token, value in (given or {}).items()}
+    return {int(token): value for token, value in by_token.items()}
 
 
 def truncate(serving: Serving, body: schema.OpenAiSampling, prompt: list[int], new_tokens: int | None) -> list[int]:
@@ -165,67 +152,78 @@ def check_counts(serving: Serving, body, prompts: int = 1) -> int:
     return n
 
 
-def constraint(body) -> Constraint | None:
-    """The constraint of a request; None without one.
+# The kind of form that a field asks for, and a key of structured_outputs.
+FORM_FIELDS = {
+    "regex": "regex",
+    "grammar": "grammar",
+    "ebnf": "grammar",
+    "json_schema": "schema",
+    "structural_tag": "structural_tag",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_json": "schema",
+    "guided_choice": "choice",
+}
+NESTED_FIELDS = {"regex": "regex", "grammar": "grammar", "json": "schema", "choice": "choice", "json_object": "json"}
+NESTED_FIELDS["structural_tag"] = "structural_tag"
+# The types of a form's value; of other kinds it may have any.
+FORM_TYPES = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
+
+
+def form_of(body) -> Form | None:
+    """The form that a request's fields ask for; None without one.
 
     Raises:
         ApiError: Several fields ask for one, or one is invalid.
     """
-    constraints = []
-    form = getattr(body, "response_format", None)
-    if form is not None and form.type == "json_object":
-        constraints.append(Constraint("json", {}, "response_format"))
-    elif form is not None and form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.schema_ is None:
-            raise ApiError(400, "response_format.json_schema.schema is missing", "response_format.json_schema.schema")
-        constraints.append(Constraint("schema", form.json_schema.schema_, "response_format.json_schema.schema"))
-    elif form is not None and form.type == "structural_tag":
-        value = form.model_dump(by_alias=True, exclude_none=True)
-        constraints.append(Constraint("structural_tag", value, "response_format"))
-    elif form is not None and form.type in ("regex", "grammar"):
-        raise ApiError(400, f"response_format.type {form.type}: use the field {form.type}", "response_format.type")
-    kinds = {
-        "regex": "regex",
-        "grammar": "grammar",
-        "ebnf": "grammar",
-        "json_schema": "schema",
-        "structural_tag": "structural_tag",
-        "guided_regex": "regex",
-        "guided_grammar": "grammar",
-        "guided_json": "schema",
-        "guided_choice": "choice",
-    }
-    given = {name: getattr(body, name, None) for name in kinds}
-    nested = {"regex": "regex", "grammar": "grammar", "json": "schema", "choice": "choice", "json_object": "json"}
-    nested["structural_tag"] = "structural_tag"
+    asked: list[tuple[str, Any, str]] = []
+    answer = getattr(body, "response_format", None) or schema.ResponseFormat(type="text")
+    kind = answer.type
+    if kind == "json_object":
+        asked.append(("json", {}, "response_format"))
+    elif kind == "json_schema":
+        field = "response_format.json_schema.schema"
+        if answer.json_schema is None or answer.json_schema.schema_ is None:
+            raise ApiError(400, f"{field} is missing", field)
+        asked.append(("schema", answer.json_schema.schema_, field))
+    elif kind == "structural_tag":
+        asked.append((kind, answer.model_dump(by_alias=True, exclude_none=True), "response_format"))
+    elif kind != "text":
+        raise ApiError(400, f"response_format.type {kind}: use the field {kind}", "response_format.type")
     for name, value in (getattr(body, "structured_outputs", None) or {}).items():
-        if name not in nested:
-            raise ApiError(400, f"structured_outputs.{name} is not supported", f"structured_outputs.{name}")
+        field = f"structured_outputs.{name}"
+        if name not in NESTED_FIELDS:
+            raise ApiError(400, f"{field} is not supported", field)
         if value not in (None, False):
-            constraints.append(Constraint(nested[name], value, f"structured_outputs.{name}"))
-    constraints += [Constraint(kinds[name], value, name) for name, value in given.items() if value is not None]
-    if len(constraints) > 1:
-        names = " and ".join(c.field for c in constraints)
-        raise ApiError(400, f"{names} each ask for a form of the text: give one of them", constraints[1].field)
-    return _checked(constraints[0]) if constraints else None
+            asked.append((NESTED_FIELDS[name], value, field))
+    fields = [(kind, getattr(body, name, None), name) for name, kind in FORM_FIELDS.items()]
+    asked += [field for field in fields if field[1] is not None]
+    if len(asked) > 1:
+        names = " and ".join(field for _, _, field in asked)
+        raise ApiError(400, f"{names} each ask for a form of the text: give one of them", asked[1][2])
+    return checked_form(*asked[0]) if asked else None
 
 
-def _checked(constraint: Constraint) -> Constraint:
-    types = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
-    value = constraint.value
-    if constraint.kind in ("schema", "structural_tag") and isinstance(value, str):
-        if len(value) > MOST_CHARACTERS:
-            message = f"{constraint.field} has {len(value)} characters: at most {MOST_CHARACTERS} are possible"
-            raise ApiError(400, message, constraint.field)
-        try:
+def checked_form(kind: str, value: Any, field: str) -> Form:
+    """The form of a field, whose value has the right type.
+
+    Raises:
+        ApiError: It has another one, or is too long.
+    """
+    try:
+        form = Form.of(kind, value, field)
+        if kind in ("schema", "structural_tag") and isinstance(value, str):
             value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ApiError(400, f"{constraint.field} is not JSON", constraint.field) from None
-    if not isinstance(value, types.get(constraint.kind, object)):
-        raise ApiError(400, f"{constraint.field} has a wrong type", constraint.field)
-    if constraint.kind == "choice" and not (value and all(isinstance(c, str) and c for c in value)):
-        raise ApiError(400, f"{constraint.field} must be a list of strings, none of them empty", constraint.field)
-    return replace(constraint, value=value)
+            form = Form.of(kind, value, field)
+    except InputError as e:
+        raise ApiError(400, str(e), field) from None
+    except (ValueError, RecursionError):
+        raise ApiError(400, f"{field} is not JSON", field) from None
+    if not isinstance(value, FORM_TYPES.get(kind, object)):
+        raise ApiError(400, f"{field} has a wrong type", field)
+    if kind == "choice" and not (value and all(isinstance(c, str) and c for c in value)):
+        raise ApiError(400, f"{field} must be a list of strings, none of them empty", field)
+    return form
 
 
 def budget(given: Sequence[int | None]) -> int | None:
@@ -270,44 +268,35 @@ def check_stream(serving: Serving, body: schema.OpenAiSampling) -> None:
         raise ApiError(400, f"return_proposals {reason}", "return_proposals")
 
 
-async def compiled(serving: Serving, constraint: Constraint | None) -> Form | None:
-    """Has the engine compile a constraint. Notes of the answer name what the grammar does not enforce.
+async def compiled(serving: Serving, form: Form | None) -> Form | None:
+    """Has the engine compile a form. Notes of the answer name what the grammar does not enforce.
 
     Raises:
         ApiError: It is invalid, or there is no tokenizer.
     """
-    if constraint is None:
+    if form is None:
         return None
     if serving.llm.tokenizer is None or serving.llm.tokenizer.file is None:
-        raise ApiError(
-            400, f"{constraint.field} needs a tokenizer.json, and this checkpoint has none", constraint.field
-        )
+        raise ApiError(400, f"{form.field} needs a tokenizer.json, and this checkpoint has none", form.field)
     try:
-        form = constraint.form()
         notes = await serving.engine.compile(form)
     except InputError as e:
-        raise ApiError(400, str(e), constraint.field) from None
+        raise ApiError(400, str(e), form.field) from None
     for text in notes:
-        current().note(f"{constraint.field}: {text}")
+        current().note(f"{form.field}: {text}")
     return form
 
 
 async def sequences(
     serving: Serving,
-    prompt: Sequence[int],
+    ids: Sequence[int],
     params: SamplingParams,
     n: int,
     *,
     block_size: BlockSize | None = None,
-    priority: int = 0,
-    form: Form | None = None,
-    thought: str = "none",
     budget: int | None = None,
-    prompt_logprobs: int | None = None,
-    cache_salt: str | None = None,
-    records_drafts: bool = False,
-    ends: CallEnd | None = None,
     media: PlacedMedia | None = None,
+    **fields,
 ) -> list[RemoteSequence]:
     """Makes the sequences of a prompt, one for each choice. Their seeds are s, s + 1 and so on.
 
@@ -315,19 +304,13 @@ async def sequences(
 
     Args:
         serving: The model and its engine.
-        prompt: Token ids.
+        ids: Token ids of the prompt.
         params: Sampling parameters of the first choice.
         n: Choices.
         block_size: Most tokens of a round, or "auto"; None: the server's.
-        priority: Lower values are served first.
-        form: The compiled form of the text; None: any.
-        thought: Where reasoning stands when the text begins: "open", "possible" or "none".
         budget: Most tokens of the thought, those in the prompt after the opening tag included.
-        prompt_logprobs: Likeliest tokens of each prompt position; None: none.
-        cache_salt: Only prompts with the same salt share cached prefixes.
-        records_drafts: Whether pieces have the drafts of each round.
-        ends: What ends a text beside its stop strings.
         media: Images and videos of the prompt.
+        **fields: Further fields of `protocol.Prompt`.
 
     Raises:
         ApiError: A value is invalid.
@@ -337,44 +320,37 @@ async def sequences(
         # Clients send token ids of another model. vLLM and SGLang accept them, too.
         current().note(f"stop_token_ids: {outside[0]} is out of vocabulary, and never ends a text")
         params = replace(params, stop_token_ids=tuple(i for i in params.stop_token_ids if i < vocabulary))
-    bound = None
-    if budget is not None and thought != "none" and serving.llm.tokenizer is not None:
-        encode = serving.llm.tokenizer.encode_plain
-        blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
-        # As in vLLM and SGLang, the part of the thought in the prompt counts.
-        used = (open_thought(prompt, *tags) or 0) if thought == "open" else 0
-        bound = ThinkingBudget(max(0, budget - used), *tags, thought == "open", blank)
-    shared = protocol.Prompt(
-        np.array(prompt, np.int32),
+    prompt = protocol.Prompt(
+        np.array(ids, np.int32),
         protocol.params_fields(params),
         serving.llm.block_size if block_size is None else block_size,
-        priority,
-        prompt_logprobs,
-        cache_salt or "",
-        form,
-        thought,
-        bound,
-        records_drafts,
-        ends,
-        *((None, {}) if media is None else (media.prompt, media.seconds)),
+        **fields,
     )
+    if budget is not None and prompt.thought != "none" and serving.llm.tokenizer is not None:
+        encode, is_open = serving.llm.tokenizer.encode_plain, prompt.thought == "open"
+        blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
+        # As in vLLM and SGLang, the part of the thought in the prompt counts.
+        used = (open_thought(ids, *tags) or 0) if is_open else 0
+        prompt.budget = ThinkingBudget(max(0, budget - used), *tags, is_open, blank)
+    if media is not None:
+        prompt.media, prompt.preparation = media.prompt, media.seconds
     prepared, first_seed = [], params.seed or 0
     for i in range(n):
         choice_params = replace(params, seed=(first_seed + i) % SEEDS)
         try:
             sequence = serving.llm.sequence(
-                prompt,
+                ids,
                 choice_params,
                 block_size,
-                must_end=form is not None,
+                must_end=prompt.form is not None,
                 kind=RemoteSequence,
-                ends=None if ends is None else FirstCall(*astuple(ends)),
-                prompt_logprobs=prompt_logprobs,
-                preparation=shared.preparation,
+                ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),
+                prompt_logprobs=prompt.prompt_logprobs,
+                preparation=prompt.preparation,
             )
         except InputError as e:
             raise ApiError(400, str(e), field_of(str(e))) from None
-        sequence.prompt = shared
+        sequence.prompt = prompt
         prepared.append(sequence)
         await asyncio.sleep(0)
     if media is not None:
@@ -382,5 +358,5 @@ async def sequences(
         context = current()
         endings = context.endings if serving.engine.submits_again else context.until_submitted
         endings.callback(media.memory.release)
-        endings.callback(setattr, shared, "media", None)
+        endings.callback(setattr, prompt, "media", None)
     return prepared

@@ -13,9 +13,8 @@ from dflash_jax.server import (
     chat_schema,
     completions,
     native,
-    native_schema,
     responses,
-    responses_schema,
+    responses_input,
     schema,
     schema_base,
 )
@@ -31,9 +30,9 @@ router = APIRouter(route_class=MediaRoute)
 INVOCATIONS = {
     "messages": (chat_schema.ChatRequest, chat.chat_completions),
     "prompt": (schema.CompletionRequest, completions.completions),
-    "input": (responses_schema.ResponsesRequest, responses.responses),
-    "text": (native_schema.GenerateRequest, native.generate),
-    "input_ids": (native_schema.GenerateRequest, native.generate),
+    "input": (responses_input.ResponsesRequest, responses.responses),
+    "text": (native.GenerateRequest, native.generate),
+    "input_ids": (native.GenerateRequest, native.generate),
 }
 
 

@@ -164,12 +164,6 @@ def current() -> RequestContext:
     return _current.get() or RequestContext()
 
 
-async def until_gone(receive: Callable) -> None:
-    """Waits until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
     """Awaits the answer to the current request.
 
@@ -180,7 +174,12 @@ async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
     Raises:
         ClientGoneError: The client disconnected first, and ``work`` was cancelled.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         # To a server, the end of the answer is a disconnection too.

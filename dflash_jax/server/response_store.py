@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.server.capacity import FairCapacity
@@ -97,27 +97,6 @@ class StoredResponse:
         return len(self.response) + len(self.input)
 
 
-class Responses(Protocol):
-    """What the server needs of stored responses; see `ResponseStore`.
-
-    Attributes:
-        size: Most entries.
-    """
-
-    size: int
-
-    async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
-        """The entry of an owner; None where there is none."""
-
-    async def put(self, owner: bytes, response_id: str, entry: StoredResponse, client: Hashable = None) -> bool:
-        """Stores an entry: whether it is stored."""
-        ...
-
-    async def delete(self, owner: bytes, response_id: str) -> bool:
-        """Deletes an entry; whether there was one."""
-        ...
-
-
 def _connect(path: Path, query: str = "mode=rw") -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{query}"
     return sqlite3.connect(uri, LOCK_S, isolation_level=None, check_same_thread=False, uri=True)
@@ -169,19 +148,19 @@ class ResponseStore:
     """Stored responses of all clients, in a file that several processes may use.
 
     When the store is full, the client with the most entries loses its least recently used one, so that no client can
-    displace others' responses by storing many. It is one of `Responses`: another one may be shared by several servers.
+    displace others' responses by storing many.
 
     Args:
         size: Most entries; 0 for no file.
         most_bytes: Most bytes of all entries.
-        path: The file; None for a temporary one, which is removed when the process ends.
+        path: The file; None for a temporary one, which is removed with the store.
         most_age_s: Most seconds since an entry's last use.
         is_temporary: Whether the file need not outlast a failure of power. Another process removes it.
 
     Attributes:
         size: Most entries.
         most_bytes: Most bytes of all entries.
-        folder: The directory of a temporary file; None without one.
+        path: The file; None without one.
 
     Raises:
         InputError: The file is of another kind or version, or cannot be written.
@@ -195,43 +174,35 @@ class ResponseStore:
         most_age_s: float = MOST_AGE_S,
         is_temporary: bool = False,
     ):
-        self.size, self.most_bytes, self._most_age_s, self.folder = size, most_bytes, most_age_s, None
-        self._is_temporary = is_temporary or path is None
+        self.size, self.most_bytes, self._most_age_s = size, most_bytes, most_age_s
+        self.path = None if path is None or not size else Path(path)
         # One thread each: writes have an order, and reads do not wait for them. Clients read by turns.
         self._reading, self._writing = (ThreadPoolExecutor(1, f"responses-{name}") for name in ("read", "write"))
         self._turns = FairCapacity(1, "stored responses", WAITING)
         # Entries whose last use is to be written.
         self._touched: set[int] = set()
         self._will_touch = False
-        self._at_end, self._is_open = ExitStack(), False
+        at_end = ExitStack()
         # When the store is garbage, too, or the interpreter ends.
-        self._end = weakref.finalize(self, self._at_end.close)
-        if size and path is not None:
-            try:
-                self._open(Path(path))
-            except (InputError, OSError, ValueError, sqlite3.Error) as e:
-                self._end()
-                reason = getattr(e, "strerror", None) or e
-                raise InputError(f"--response-store-path {path}: {reason}") from None
-
-    def _open(self, path: Path) -> None:
-        self._reader, self._writer = _open(path, self._at_end)
-        # A temporary file need not outlast a failure of power. What is deleted from another one is to be gone.
-        kept = ("synchronous = NORMAL", "secure_delete = ON")
-        for pragma in ("synchronous = OFF",) if self._is_temporary else kept:
-            self._writer.execute(f"PRAGMA {pragma}")
-        self._is_open = True
-
-    def _open_temporary(self) -> None:
-        """Opens a temporary file: at the first write, so that a process that ends before leaves none."""
-        self.folder = tempfile.mkdtemp(prefix="dflash-responses-")
-        self._at_end.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self._open(Path(self.folder, "responses.sqlite"))
+        self._end = weakref.finalize(self, at_end.close)
+        if not size:
+            return
+        if self.path is None:
+            folder = tempfile.mkdtemp(prefix="dflash-responses-")
+            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+            self.path, is_temporary = Path(folder, "responses.sqlite"), True
+        try:
+            self._reader, self._writer = _open(self.path, at_end)
+            # What is deleted from a file that is kept is to be gone.
+            for pragma in ("synchronous = OFF",) if is_temporary else ("synchronous = NORMAL", "secure_delete = ON"):
+                self._writer.execute(f"PRAGMA {pragma}")
+        except (InputError, OSError, ValueError, sqlite3.Error) as e:
+            self._end()
+            reason = getattr(e, "strerror", None) or e
+            raise InputError(f"--response-store-path {path}: {reason}") from None
 
     async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
         """The entry of an owner; None where there is none."""
-        if not self._is_open:
-            return None
         with await self._turns.take(1):
             found = await self._on(self._reading, self._read, owner, _bytes(response_id))
         if found is None:
@@ -263,7 +234,7 @@ class ResponseStore:
 
     async def delete(self, owner: bytes, response_id: str) -> bool:
         """Deletes an entry; whether there was one."""
-        return self._is_open and bool(await self._on(self._writing, self._delete, owner, _bytes(response_id)))
+        return bool(await self._on(self._writing, self._delete, owner, _bytes(response_id)))
 
     def close(self) -> None:
         """Completes the writes, and closes the file. A temporary one is removed."""
@@ -302,8 +273,6 @@ class ResponseStore:
                 return number, StoredResponse(blob.read(response_bytes), blob.read())
 
     def _put(self, owner: bytes, name: bytes, entry: StoredResponse, client: bytes) -> bool:
-        if not self._is_open:
-            self._open_temporary()
         now = time.time()
         self._expire(now)
         if entry.nbytes > self.most_bytes:

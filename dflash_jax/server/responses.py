@@ -1,45 +1,38 @@
 """/v1/responses: OpenAI's newer interface over the same conversations."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from dflash_jax.server import chat_schema, responses_schema
 from dflash_jax.server.answer_schema import Response
-from dflash_jax.server.answers import request_metrics
+from dflash_jax.server.answers import chat_logprobs, request_metrics, usage
 from dflash_jax.server.body import MediaRoute
-from dflash_jax.server.chat import prepare_chat, tools_in_use
-from dflash_jax.server.conversation import Conversation, converse
+from dflash_jax.server.chat import prepare_chat
+from dflash_jax.server.chat_schema import ChatRequest
+from dflash_jax.server.conversation import Conversation, Delta, GrowingItems
 from dflash_jax.server.engine_client import RemoteSequence
-from dflash_jax.server.errors import ApiError, TooLongError, as_api_error, from_conversion_error
-from dflash_jax.server.request_context import current
+from dflash_jax.server.errors import ApiError, as_api_error, from_conversion_error
+from dflash_jax.server.request_context import current, fresh_id
 from dflash_jax.server.response_store import StoredResponse
-from dflash_jax.server.responses_input import as_chat, takes_media
-from dflash_jax.server.responses_output import Output, envelope, final_value
+from dflash_jax.server.responses_input import InputItem, ResponsesRequest, as_chat, kept_items, takes_media
 from dflash_jax.server.serving import STEP_ITEMS, Serving
-from dflash_jax.server.stored_responses import (
-    earlier_items,
-    head,
-    holds_media,
-    least_characters,
-    loaded,
-    stored_items,
-    stored_response,
-)
-from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame, frame_parts
+from dflash_jax.server.stored_responses import earlier_items, loaded, stored_items, stored_response
+from dflash_jax.server.stream import EventStream, JsonAnswer, Later, event_frames, frame
+from dflash_jax.server.tools import CallDelta
 
 router = APIRouter(route_class=MediaRoute)
 
 
 @router.post("/v1/responses", responses={200: {"model": Response}}, response_model=None)
-async def responses(http: Request, body: responses_schema.ResponsesRequest):
+async def responses(http: Request, body: ResponsesRequest):
     """OpenAI's responses."""
     serving: Serving = http.app.state.serving
     store = serving.response_store
     if body.store and not store.size:
         raise ApiError(400, "store: this server stores no responses (--response-store 0)", "store")
-    earlier = await earlier_items(http, body)
+    earlier = await earlier_items(http, body.previous_response_id)
     if len(earlier) <= STEP_ITEMS:
         talk, sequences, stored = await prepare_response(http, body, earlier)
     else:
@@ -56,16 +49,17 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
             entry = StoredResponse(stored_response(response), stored)
             response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
-    events = response_events(serving, talk, sequences[0], value, store_response)
-    answer = (
-        EventStream(event_frames(events), last=b"", error=error_frame).start() if body.stream else full_response(events)
-    )
+    events = response_events(serving, talk, sequences[0], value, store_response, bool(body.stream))
+    if body.stream:
+        answer = EventStream(event_frames(events, are_numbered=True), last=b"", error=error_frame).start()
+    else:
+        answer = full_response(events)
     # The answer repeats tools and metadata of the parsed body, and the store's entry has the conversation.
     return Later(http, answer, keeps_parsed=True)
 
 
 async def prepare_response(
-    http: Request, body: responses_schema.ResponsesRequest, earlier: list[bytes]
+    http: Request, body: ResponsesRequest, earlier: list[bytes]
 ) -> tuple[Conversation, list[RemoteSequence], bytes]:
     """Prepares a request after the items ``earlier``.
 
@@ -76,48 +70,36 @@ async def prepare_response(
         ApiError: The request is invalid.
     """
     serving: Serving = http.app.state.serving
-    input_items = (
-        [responses_schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    )
+    input_items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     if not input_items:
         raise ApiError(400, "input is empty", "input")
-    count = len(earlier)
-    parsed: dict[int, responses_schema.InputItem] = {}
+    items: list[InputItem] = []
+    async for item in serving.in_steps(earlier):
+        async with serving.long_step(len(item)):
+            items.append(InputItem(**loaded(item)))
+    count, items = len(items), items + input_items
 
-    async def as_chat_of(places: Sequence[int]) -> chat_schema.ChatRequest:
-        """The chat request of the items at these places. Each item is parsed once, and only if it is needed."""
-        missing = [i for i in places if i < count and i not in parsed]
-        async for i in serving.in_steps(missing):
-            async with serving.long_step(len(earlier[i])):
-                parsed[i] = responses_schema.InputItem(**loaded(earlier[i]))
+    async def chat_of(places: Sequence[int]) -> ChatRequest:
+        """The chat request of the items at these places."""
         await serving.turn()
-        return as_chat(
-            body, [parsed[i] if i < count else input_items[i - count] for i in places], sum(i < count for i in places)
-        )
+        return as_chat(body, [items[i] for i in places], sum(i < count for i in places))
 
-    places: Sequence[int] = range(count + len(input_items))
+    places: Sequence[int] = range(len(items))
     try:
         if body.truncation == "auto":
             # Validates the input first, so that errors name its items as they were sent.
             as_chat(body, input_items)
-            heads, sizes, has_media = [], [], any(map(takes_media, input_items))
-            async for item in serving.in_steps(earlier):
-                heads.append(responses_schema.InputItem(**head(item)))
-                sizes.append(least_characters(item))
-                has_media = has_media or holds_media(item)
-            if has_media:
+            if any(map(takes_media, items)):
                 raise ApiError(400, "truncation: auto is not possible with images and videos", "truncation")
-            heads, sizes = [*heads, *input_items], [*sizes, *map(characters, input_items)]
-            places = await kept_items(serving, heads, sizes, as_chat_of)
+            places = await kept_items(serving, items, chat_of)
         if len(places) > serving.limits.objects:
             message = f"the conversation has {len(places)} items: at most {serving.limits.objects} are possible"
             raise ApiError(400, f"{message}, or truncation: auto", "input")
-        chat = await as_chat_of(places)
+        chat = await chat_of(places)
     except ValidationError as e:
         raise from_conversion_error(e) from None
-    input_items = [input_items[i - count] for i in places if i >= count]
-    earlier = [earlier[i] for i in places if i < count]
-    stored = await stored_items(serving, earlier, input_items)
+    lines = [earlier[i] for i in places if i < count]
+    stored = await stored_items(serving, lines, [items[i] for i in places if i >= count])
     talk, sequences = await prepare_chat(serving, chat)
     return talk, sequences, stored
 
@@ -126,25 +108,13 @@ async def full_response(events: AsyncGenerator[dict, None]) -> JsonAnswer:
     """Waits for all events, then answers."""
     async for event in events:
         last = event
-    if last["type"] == "response.failed":
-        raise last["cause"]
     return JsonAnswer(last["response"])
 
 
-async def event_frames(events: AsyncGenerator[dict, None]) -> AsyncGenerator[Frame, None]:
-    """Yields events as frames, with their sequence numbers."""
-    number = 0
-    async for event in events:
-        event.pop("cause", None)
-        event["sequence_number"] = number
-        number += 1
-        yield frame_parts(event, event["type"])
-
-
-def error_frame(error: ApiError, number: int = 0) -> bytes:
-    """The event of an error after ``number`` others. An error of a stream that has begun is ``response.failed``."""
+def error_frame(error: ApiError) -> bytes:
+    """The event of an error before all others; a later one is ``response.failed``."""
     value = {"type": "error", "code": "server_error", "message": error.message, "param": error.param}
-    return frame(value | {"sequence_number": number}, "error")
+    return frame(value | {"sequence_number": 0}, "error")
 
 
 async def response_events(
@@ -153,8 +123,9 @@ async def response_events(
     sequence: RemoteSequence,
     value: dict,
     store_response: Callable[[dict], Awaitable[None]],
+    is_streamed: bool,
 ) -> AsyncGenerator[dict, None]:
-    """Yields the events of a response.
+    """Yields the events of a response. An error after the first one is the last event, where these are streamed.
 
     It is stored before the last event, so that a client that reads that event can continue it.
     """
@@ -168,129 +139,136 @@ async def response_events(
             for event in output.take(parser.push(piece), piece.logprobs):
                 yield event
             if piece.finish_reason:
-                for event in output.take(parser.finish(sequence), None):
+                for event in output.take(parser.finish(sequence)):
                     yield event
         response = final_value(value, output, sequence, parser.reasoning_tokens)
         response |= request_metrics(serving, [sequence])
-        for event in output.close("completed" if response["status"] == "completed" else "incomplete"):
+        for event in output.close(response["status"]):
             yield event
         await store_response(response)
     except Exception as e:
-        if not has_begun:
+        if not (has_begun and is_streamed):
             raise
-        error = as_api_error(e)
-        failed = {**value, "status": "failed", "error": {"code": "server_error", "message": error.message}}
-        yield {"type": "response.failed", "response": failed, "cause": error}
+        error = {"code": "server_error", "message": as_api_error(e).message}
+        yield {"type": "response.failed", "response": {**value, "status": "failed", "error": error}}
         return
     yield {"type": f"response.{response['status']}", "response": response}
 
 
-# ``truncation: "auto"``: a conversation that is too long continues without its oldest items.
-CALL, OUTPUT = "function_call", "function_call_output"
-OF_MODEL = ("assistant", "reasoning", CALL)
-OF_SYSTEM = ("system", "developer")
+class Output(GrowingItems):
+    """The items of an answer."""
 
+    def __init__(self, tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+        # Log-probabilities of tokens whose text is held back wait for the text.
+        self._logprobs: list[dict] = []
 
-def droppable(items: Sequence[responses_schema.InputItem]) -> list[list[int]]:
-    """The items that may be dropped, as groups of indices, the oldest group first.
+    def take(self, delta: Delta, logprobs: list[dict] | None = None) -> list[dict]:
+        """Adds a piece, with log-probabilities of its tokens where asked for, and returns its events."""
+        self._logprobs += logprobs or ()
+        events = super().take(delta)
+        if delta.content or delta.reasoning or delta.calls:
+            self._logprobs = []
+        return events
 
-    A group is dropped as a whole, so that chat templates accept the remaining items. A group is a turn, which begins
-    with a message of the user; in the latest turn it is a step: items of the model up to the outputs of its calls. The
-    output of a call is in the group of the call. No group has system messages, the newest input (all items after the
-    model's last one), the calls that the newest input answers, or the user's last message before it.
-    """
-    kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in OF_SYSTEM}
-    last = max((i for i, kind in kinds.items() if kind in OF_MODEL), default=-1)
-    newest = {i for i in kinds if i > last} or set([*kinds][-1:])
-    # Ids may repeat: an output belongs to the last call before it.
-    calls = {_call_id(items[i]): i for i, kind in kinds.items() if kind == CALL}
-    answered = {_call_id(items[i]) for i in newest if kinds[i] == OUTPUT} & set(calls)
-    begin = min([*newest, *(calls[name] for name in answered)], default=0)
-    user_turns = [i for i, kind in kinds.items() if kind == "user"]
-    question = max((i for i in user_turns if i <= begin), default=max(user_turns, default=-1))
-
-    groups: list[list[int]] = []
-    group_of_call: dict[str | None, list[int]] = {}
-    is_open = False
-    for i, kind in kinds.items():
-        name = _call_id(items[i])
-        if i == question:
-            is_open = False
-        elif kind == OUTPUT and name in group_of_call:
-            group_of_call[name].append(i)
-            # In the latest turn, the model's next step begins a group.
-            is_open = is_open and i < question
+    def _begun(self, kind: str, call: CallDelta | None) -> list[dict]:
+        part: dict[str, Any] | None = None
+        item: dict[str, Any]
+        if call is not None:
+            item = {"id": f"fc_{fresh_id()}", "type": "function_call", "call_id": call.id, "name": call.name}
+            item |= {"arguments": "", "status": "in_progress"}
+        elif kind == "content":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"id": f"msg_{fresh_id()}", "type": "message", "role": "assistant", "status": "in_progress"}
         else:
-            if not is_open or kind in ("user", OUTPUT):
-                groups.append([])
-            groups[-1].append(i)
-            is_open = True
-            if kind == CALL:
-                group_of_call[name] = groups[-1]
-    return [group for group in groups if newest.isdisjoint(group)]
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"id": f"rs_{fresh_id()}", "type": "reasoning", "summary": [], "status": "in_progress"}
+        self.items.append(item)
+        added = {"type": "response.output_item.added", "output_index": len(self.items) - 1}
+        if part is None:
+            return [added | {"item": dict(item)}]
+        item["content"] = [part]
+        copied = part | ({"logprobs": []} if kind == "content" else {})
+        begun = self._event("response.content_part.added", content_index=0, part=copied)
+        return [added | {"item": item | {"content": []}}, begun]
 
+    def _grown(self, kind: str, text: str) -> list[dict]:
+        if kind == "call":
+            return [self._event("response.function_call_arguments.delta", delta=text)]
+        part, more = self.items[-1]["content"][0], {}
+        if kind == "content":
+            more["logprobs"] = list(chat_logprobs(self._tokenizer, self._logprobs))
+            part["logprobs"] += more["logprobs"]
+        return [self._event(f"response.{part['type']}.delta", content_index=0, delta=text, **more)]
 
-def _kind(item: responses_schema.InputItem) -> str | None:
-    """The type of an item; of a message, its role."""
-    return item.role if item.type in (None, "message") else item.type
-
-
-def _call_id(item: responses_schema.InputItem) -> str | None:
-    return (item.model_extra or {}).get("call_id")
-
-
-def characters(item: responses_schema.InputItem) -> int:
-    """Characters of an item's texts."""
-    parts = item.content if isinstance(item.content, list) else ()
-    texts = [item.content, *(part.text for part in parts), *(item.model_extra or {}).values()]
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-async def kept_items(
-    serving: Serving,
-    items: Sequence[responses_schema.InputItem],
-    sizes: Sequence[int],
-    as_chat: Callable[[Sequence[int]], Awaitable[chat_schema.ChatRequest]],
-) -> list[int]:
-    """The items with which a conversation continues: as few of the oldest `droppable` groups as possible are dropped.
-
-    Args:
-        serving: The model and its engine.
-        items: The whole conversation, valid; texts may be left out.
-        sizes: Characters of each item's texts, or fewer.
-        as_chat: Makes the request for the items at some places.
-
-    Returns:
-        Places of items. Where all groups are dropped, the rest may still be too long.
-    """
-    groups = droppable(items)
-
-    def kept(count: int) -> list[int]:
-        dropped = {i for group in groups[:count] for i in group}
-        return [i for i in range(len(items)) if i not in dropped]
-
-    async def fits(count: int) -> bool:
-        chat = await as_chat(kept(count))
-        try:
-            talk = await converse(serving, chat.messages, tools_in_use(chat), chat)
-            serving.check_room(talk.prompt, chat.max_completion_tokens, "messages")
-        except TooLongError:
-            return False
-        return True
-
-    # Groups are dropped without rendering while the conversation exceeds the limits of any request.
-    low, size, count = 0, sum(sizes), len(items)
-    while low < len(groups) and (size > serving.texts.most_cut or count > serving.limits.objects):
-        size, count = size - sum(sizes[i] for i in groups[low]), count - len(groups[low])
-        low += 1
-    high = len(groups)
-    if low == high or await fits(low):
-        return kept(low)
-    low += 1
-    while low < high:
-        middle = (low + high) // 2
-        if await fits(middle):
-            high = middle
+    def _ended(self, kind: str, text: str, status: str) -> list[dict]:
+        item = self.items[-1]
+        item["status"] = status
+        if kind == "call":
+            item["arguments"] = text
+            events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
         else:
-            low = middle + 1
-    return kept(low)
+            part = item["content"][0]
+            part["text"] = text
+            more = {"logprobs": part["logprobs"]} if kind == "content" else {}
+            events = [
+                self._event(f"response.{part['type']}.done", content_index=0, text=text, **more),
+                self._event("response.content_part.done", content_index=0, part=part),
+            ]
+        done = {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        return [*events, done]
+
+    def _event(self, kind: str, **values) -> dict:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
+
+
+# Fields of a request that its response repeats.
+REPEATED = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user"}
+
+
+def envelope(body: ResponsesRequest, name: str, response_id: str, created: int, is_stored: bool) -> dict:
+    """A response before its output is known."""
+    choice = body.tool_choice or "auto"
+    return {
+        **body.model_dump(include=REPEATED),
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": body.model or name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "store": is_stored,
+        "text": body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [t.model_dump() for t in body.tools or ()],
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "metadata": body.metadata or {},
+    }
+
+
+def final_value(value: dict, output: Output, sequence: RemoteSequence, reasoning_tokens: int) -> dict:
+    """The response of a finished sequence."""
+    is_complete, reason = sequence.request.finish_reason == "stop", sequence.request.finish_reason
+    tokens = usage([sequence], 1)
+    return {
+        **value,
+        "status": "completed" if is_complete else "incomplete",
+        "incomplete_details": None
+        if is_complete
+        else {"reason": "max_output_tokens" if reason == "length" else reason},
+        "output": output.items,
+        "usage": {
+            "input_tokens": tokens["prompt_tokens"],
+            "input_tokens_details": tokens["prompt_tokens_details"],
+            "output_tokens": tokens["completion_tokens"],
+            "output_tokens_details": tokens["completion_tokens_details"] | {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": tokens["total_tokens"],
+        },
+    }

@@ -1,34 +1,110 @@
-"""Requests to ``/v1/responses`` as chat requests."""
+"""Requests to ``/v1/responses``: OpenAI's interface with some of vLLM's additions, as chat requests.
 
-from collections.abc import Sequence
-from typing import Any
+With ``truncation: "auto"`` a conversation that is too long continues without its oldest items.
+"""
 
-from pydantic import ValidationError
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
 
 from dflash_jax.media.parts import TYPES
-from dflash_jax.server import chat_schema, responses_schema, schema
+from dflash_jax.server import chat_schema, schema
+from dflash_jax.server.chat import tools_in_use
+from dflash_jax.server.chat_schema import Function, FunctionName, Part
 from dflash_jax.server.content import has_media, parts_or_text, text_of
-from dflash_jax.server.errors import ApiError
+from dflash_jax.server.conversation import converse
+from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.schema_base import Effort, Items, Json, Open, Strict, neutral_table
+from dflash_jax.server.serving import Serving
 
-# Fields with the same name and meaning in a chat request.
-AS_IN_CHAT = (
-    *schema.Sampling.model_fields,
-    "model",
-    "seed",
-    "stop",
-    "logit_bias",
-    "structured_outputs",
-    "priority",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "cache_salt",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "block_size",
+
+class ResponsesTool(Function):
+    """A function, flat in this interface."""
+
+    type: Literal["function"]
+
+
+class ResponsesToolName(FunctionName):
+    """A tool by its name."""
+
+    type: Literal["function"]
+
+
+class ResponsesAllowedTools(Strict):
+    """Tools that may be called, and whether one must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[ResponsesToolName] = Field(min_length=1)
+
+
+ResponsesToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[ResponsesToolName | ResponsesAllowedTools, Field(discriminator="type")]
 )
 
 
-def as_messages(instructions: str | None, items: Sequence[responses_schema.InputItem], earlier: int = 0) -> list[dict]:
+class TextFormat(Strict):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Strict):
+    """How much to think."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class InputItem(Open):
+    """A message, a call, its output, or a thought; `as_messages` refuses unknown types by name."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | Items[Part] | None = None
+
+
+class ResponsesRequest(schema.SharedFields):
+    """``/v1/responses``."""
+
+    neutral = neutral_table("responses")
+
+    input: str | Items[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Items[ResponsesTool] | None = None
+    tool_choice: ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    previous_response_id: str | None = Field(None, max_length=128)
+    include: Items[str] | None = None
+    chat_template_kwargs: Json | None = None
+
+
+# Fields with the same name and meaning in a chat request.
+AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+
+
+def as_messages(instructions: str | None, items: Sequence[InputItem], earlier: int = 0) -> list[dict]:
     """Instructions and items as a chat's messages.
 
     Args:
@@ -72,7 +148,7 @@ def _part(part: chat_schema.Part) -> chat_schema.Part:
     return chat_schema.Part(type="text", text=part.text or "")
 
 
-def takes_media(item: responses_schema.InputItem) -> bool:
+def takes_media(item: InputItem) -> bool:
     """Whether an item of the input has images or videos."""
     output = (item.model_extra or {}).get("output")
     kinds = [part.get("type") for part in output if isinstance(part, dict)] if isinstance(output, list) else []
@@ -112,39 +188,141 @@ def _joined_thoughts(messages: list[dict]) -> list[dict]:
     return joined
 
 
-def _named(tool: responses_schema.ResponsesToolName) -> chat_schema.NamedTool:
-    return chat_schema.NamedTool(type="function", function=chat_schema.FunctionName(name=tool.name))
+def _named(tool: ResponsesToolName) -> dict:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
-def as_chat(
-    body: responses_schema.ResponsesRequest, items: Sequence[responses_schema.InputItem], earlier: int = 0
-) -> chat_schema.ChatRequest:
+def as_chat(body: ResponsesRequest, items: Sequence[InputItem], earlier: int = 0) -> chat_schema.ChatRequest:
     """The equivalent chat request for these items; ``earlier`` as in `as_messages`."""
-    form, choice = body.text.format if body.text else None, body.tool_choice
-    response_format = None
-    if form is not None and form.type == "json_schema":
-        named = schema.JsonSchema(name=form.name or "answer", schema=form.schema_, strict=form.strict)
-        response_format = schema.ResponseFormat(type="json_schema", json_schema=named)
-    elif form is not None:
-        response_format = schema.ResponseFormat(type=form.type)
-    if isinstance(choice, responses_schema.ResponsesToolName):
+    form, choice, response_format = body.text.format if body.text else None, body.tool_choice, None
+    if form is not None:
+        named = {"name": form.name or "answer", "schema": form.schema_, "strict": form.strict}
+        response_format = {"type": form.type, "json_schema": named if form.type == "json_schema" else None}
+    if isinstance(choice, ResponsesToolName):
         choice = _named(choice)
-    elif isinstance(choice, responses_schema.ResponsesAllowedTools):
-        allowed = chat_schema.AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
-        choice = chat_schema.AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+    elif isinstance(choice, ResponsesAllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
-    tools = [
-        chat_schema.Tool(type="function", function=chat_schema.Function(**t.model_dump(exclude={"type"})))
-        for t in body.tools or ()
-    ]
-    return chat_schema.ChatRequest(
-        messages=[chat_schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
-        max_completion_tokens=body.max_output_tokens,
-        **{name: getattr(body, name) for name in AS_IN_CHAT},
-        logprobs=wants_logprobs or None,
-        top_logprobs=body.top_logprobs if wants_logprobs else None,
-        response_format=response_format,
-        tools=tools or None,
-        tool_choice=choice,
-        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+    tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools or ()]
+    return chat_schema.ChatRequest.model_validate(
+        {
+            **{name: getattr(body, name) for name in AS_IN_CHAT},
+            "messages": [chat_schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
+            "max_completion_tokens": body.max_output_tokens,
+            "logprobs": wants_logprobs or None,
+            "top_logprobs": body.top_logprobs if wants_logprobs else None,
+            "response_format": response_format,
+            "tools": tools or None,
+            "tool_choice": choice,
+            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        }
     )
+
+
+CALL, OUTPUT = "function_call", "function_call_output"
+OF_MODEL = ("assistant", "reasoning", CALL)
+OF_SYSTEM = ("system", "developer")
+
+
+def droppable(items: Sequence[InputItem]) -> list[list[int]]:
+    """The items that may be dropped, as groups of indices, the oldest group first.
+
+    A group is dropped as a whole, so that chat templates accept the remaining items. A group is a turn, which begins
+    with a message of the user; in the latest turn it is a step: items of the model up to the outputs of its calls. The
+    output of a call is in the group of the call. No group has system messages, the newest input (all items after the
+    model's last one), the calls that the newest input answers, or the user's last message before it.
+    """
+    kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in OF_SYSTEM}
+    last = max((i for i, kind in kinds.items() if kind in OF_MODEL), default=-1)
+    newest = {i for i in kinds if i > last} or set([*kinds][-1:])
+    # Ids may repeat: an output belongs to the last call before it.
+    calls = {_call_id(items[i]): i for i, kind in kinds.items() if kind == CALL}
+    answered = {_call_id(items[i]) for i in newest if kinds[i] == OUTPUT} & set(calls)
+    begin = min([*newest, *(calls[name] for name in answered)], default=0)
+    user_turns = [i for i, kind in kinds.items() if kind == "user"]
+    question = max((i for i in user_turns if i <= begin), default=max(user_turns, default=-1))
+
+    groups: list[list[int]] = []
+    group_of_call: dict[str | None, list[int]] = {}
+    is_open = False
+    for i, kind in kinds.items():
+        name = _call_id(items[i])
+        if i == question:
+            is_open = False
+        elif kind == OUTPUT and name in group_of_call:
+            group_of_call[name].append(i)
+            # In the latest turn, the model's next step begins a group.
+            is_open = is_open and i < question
+        else:
+            if not is_open or kind in ("user", OUTPUT):
+                groups.append([])
+            groups[-1].append(i)
+            is_open = True
+            if kind == CALL:
+                group_of_call[name] = groups[-1]
+    return [group for group in groups if newest.isdisjoint(group)]
+
+
+def _kind(item: InputItem) -> str | None:
+    """The type of an item; of a message, its role."""
+    return item.role if item.type in (None, "message") else item.type
+
+
+def _call_id(item: InputItem) -> str | None:
+    return (item.model_extra or {}).get("call_id")
+
+
+def characters(item: InputItem) -> int:
+    """Characters of an item's texts."""
+    parts = item.content if isinstance(item.content, list) else ()
+    texts = [item.content, *(part.text for part in parts), *(item.model_extra or {}).values()]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+async def kept_items(
+    serving: Serving,
+    items: Sequence[InputItem],
+    chat_of: Callable[[Sequence[int]], Awaitable[chat_schema.ChatRequest]],
+) -> list[int]:
+    """The items with which a conversation continues: as few of the oldest `droppable` groups as possible are dropped.
+
+    Args:
+        serving: The model and its engine.
+        items: The whole conversation, valid.
+        chat_of: Makes the request for the items at some places.
+
+    Returns:
+        Places of items. Where all groups are dropped, the rest may still be too long.
+    """
+    groups, sizes = droppable(items), list(map(characters, items))
+
+    def kept(count: int) -> list[int]:
+        dropped = {i for group in groups[:count] for i in group}
+        return [i for i in range(len(items)) if i not in dropped]
+
+    async def fits(count: int) -> bool:
+        chat = await chat_of(kept(count))
+        try:
+            talk = await converse(serving, chat.messages, tools_in_use(chat), chat)
+            serving.check_room(talk.prompt, chat.max_completion_tokens, "messages")
+        except TooLongError:
+            return False
+        return True
+
+    # Groups are dropped without rendering while the conversation exceeds the limits of any request.
+    low, size, count = 0, sum(sizes), len(items)
+    while low < len(groups) and (size > serving.texts.most_cut or count > serving.limits.objects):
+        size, count = size - sum(sizes[i] for i in groups[low]), count - len(groups[low])
+        low += 1
+    high = len(groups)
+    if low == high or await fits(low):
+        return kept(low)
+    low += 1
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return kept(low)

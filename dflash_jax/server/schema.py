@@ -1,15 +1,14 @@
 """Fields that requests to several endpoints share, and the requests for completions.
 
 The fields are OpenAI's, the additions of vLLM and SGLang, and ours. A field that is neither in a schema nor in
-`neutral_fields` is refused or, with ``--unknown-fields warn``, ignored.
+neutral_fields.toml is refused or, with ``--unknown-fields warn``, ignored.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dflash_jax.server import neutral_fields
-from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId
+from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId, neutral_table
 from dflash_jax.server.token_lists import TokenList
 
 # Tokens whose log-probabilities are returned.
@@ -52,40 +51,48 @@ class Sampling(Body):
     allowed_token_ids: Items[TokenId] | None = Field(None, min_length=1)
 
 
-class OpenAiSampling(Sampling):
-    """Fields of chats and completions.
+class SharedFields(Sampling):
+    """Fields that chats, completions and responses share.
 
-    ``block_size`` limits the tokens of a round ("auto" or a number) and does not change the text. ``return_drafts``
-    marks which parts of each piece of text were drafted. ``return_proposals``, for streams, adds what each round
-    drafted and how much of it was accepted; each round is then a dispatch of its own, and the text is the same.
+    ``block_size`` limits the tokens of a round ("auto" or a number) and does not change the text.
     """
 
     model: str | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    n: int | None = Field(None, ge=1)
     stop: str | Items[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
+    structured_outputs: Json | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    request_id: RequestId | None = None
+    cache_salt: Salt | None = None
+    block_size: int | Literal["auto"] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    include_stop_str_in_output: bool | None = None
+
+
+class OpenAiSampling(SharedFields):
+    """Fields of chats and completions.
+
+    ``return_drafts`` marks which parts of each piece of text were drafted. ``return_proposals``, for streams, adds what
+    each round drafted and how much of it was accepted; each round is then a dispatch of its own, and the text is the
+    same.
+    """
+
+    n: int | None = Field(None, ge=1)
     stream_options: StreamOptions | None = None
     grammar: str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_json: Json | str | None = None
     guided_choice: Items[str] | None = None
-    structured_outputs: Json | None = None
-    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**63 - 1)
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    request_id: RequestId | None = None
     rid: RequestId | None = None
-    cache_salt: Salt | None = None
-    block_size: int | Literal["auto"] | None = None
     return_drafts: bool = False
     return_proposals: bool = False
     return_token_ids: bool = False
-    min_tokens: int | None = Field(None, ge=0)
-    include_stop_str_in_output: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     logprob_token_ids: NamedTokens | None = None
 
@@ -123,7 +130,7 @@ class ResponseFormat(Strict):
 class CompletionRequest(OpenAiSampling):
     """``/v1/completions``."""
 
-    neutral = neutral_fields.COMPLETION
+    neutral = neutral_table("completion")
 
     prompt: str | Items[str] | TokenList | Items[TokenList]
     max_tokens: int | None = Field(None, ge=0)
@@ -136,7 +143,7 @@ class CompletionRequest(OpenAiSampling):
 class DetokenizeRequest(Body):
     """``/detokenize``, vLLM's endpoint."""
 
-    neutral = neutral_fields.DETOKENIZE
+    neutral = neutral_table("detokenize")
 
     model: str | None = None
     tokens: TokenList

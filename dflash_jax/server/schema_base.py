@@ -1,14 +1,21 @@
-"""The base of request schemas: how strictly fields are read, and which ones are ignored."""
+"""The base of request schemas: how strictly fields are read, and which ones are ignored.
 
-from collections.abc import Iterable
+A table of neutral_fields.toml maps the name of a field of OpenAI, vLLM or SGLang that has no effect here to its allowed
+values beside null. `Strict` removes such fields from a request before it is validated, and refuses other values by
+name. A field that has an effect is a field of a schema, and in no table.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dflash_jax.argument_checks import suggestion
-from dflash_jax.server import neutral_fields
 from dflash_jax.server.request_context import current
 
 T = TypeVar("T")
@@ -28,16 +35,61 @@ MOST_KEPT = 1024
 MOST_CHARACTERS = 64
 
 
+# Of neutral fields: the allowed values of each, types among them.
+Table = Mapping[str, tuple]
+_TYPES: dict[str, tuple] = {
+    "<boolean>": (bool,),
+    "<string>": (str,),
+    "<integer>": (int,),
+    "<number>": (int, float),
+    "<object>": (dict,),
+}
+_TYPE_NAMES = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
+_TABLES = tomllib.loads(Path(__file__).with_name("neutral_fields.toml").read_text(encoding="utf-8"))
+# Reasons for refusing a field where the allowed values do not explain it.
+_REASONS = {"custom_logit_processor": "is refused: it is a pickled program, and the server runs no code of its clients"}
+
+
+def neutral_table(name: str) -> Table:
+    """A table of neutral_fields.toml, merged with the tables that it names."""
+    own = dict(_TABLES[name])
+    others, without = own.pop("+", ()), own.pop("-", ())
+    merged = {field: allowed for other in others for field, allowed in neutral_table(other).items()}
+    own = {
+        field: tuple(each for v in values for each in (_TYPES.get(v, (v,)) if isinstance(v, str) else (v,)))
+        for field, values in own.items()
+    }
+    return {field: allowed for field, allowed in merged.items() if field not in without} | own
+
+
+def is_neutral(allowed: tuple, value: Any) -> bool:
+    """Whether a field without effect may have this value."""
+
+    def matches(each: Any) -> bool:
+        if isinstance(each, type):
+            return type(value) is each
+        # 1.0 equals 1, but True does not.
+        return isinstance(value, bool) == isinstance(each, bool) and value == each
+
+    return value is None or any(map(matches, allowed))
+
+
+def check_neutral(name: str, allowed: tuple, value: Any) -> None:
+    """Raises the error of a value that is not ``allowed``."""
+    if is_neutral(allowed, value):
+        return
+    if name in _REASONS:
+        raise wrong(name, _REASONS[name])
+    if allowed and all(isinstance(each, type) for each in allowed):
+        raise wrong(name, f"must be {' or '.join(_TYPE_NAMES[each] for each in allowed)}")
+    values = " or ".join(json.dumps(each) for each in allowed or (None,))
+    raise wrong(name, f"is not supported: only {values} is possible")
+
+
 def wrong(field: str, reason: str, kind: Literal["wrong_field", "unknown_field"] = "wrong_field"):
     """An error about a field, which a validator of the whole model raises."""
     name = field[:MOST_CHARACTERS].encode("ascii", "backslashreplace").decode()
     return PydanticCustomError(kind, "{reason}", {"field": name, "reason": reason})
-
-
-def not_supported(field: str, known: Iterable[str]) -> PydanticCustomError:
-    """The error of an unknown field, with the nearest known one."""
-    hint = suggestion(field, known, otherwise="")
-    return wrong(field, f"is not supported{hint and f': {hint}'}", "unknown_field")
 
 
 @cache
@@ -49,24 +101,42 @@ def _fields(model: type[BaseModel]) -> dict[str, bool]:
 
 
 class Strict(BaseModel):
-    """A model that refuses unknown fields."""
+    """A model that refuses unknown fields. Fields in the table ``neutral`` are accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    neutral: ClassVar[Table] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _checked(cls, given: Any) -> Any:
-        """Refuses an unknown field; drops nulls where a field has a default."""
+        """Drops neutral fields, and nulls where a field has a default."""
         if not isinstance(given, dict):
             return given
-        known = _fields(cls)
-        if (unknown := next((name for name in given if name not in known), None)) is not None:
-            raise not_supported(unknown, [field.alias or name for name, field in cls.model_fields.items()])
-        return {name: value for name, value in given.items() if value is not None or known[name]}
+        fields, known, unknown = _fields(cls), {}, []
+        for name, value in given.items():
+            if name in fields:
+                # JSON has one kind of number: 5.0 equals 5.
+                if value is not None or fields[name]:
+                    known[name] = int(value) if isinstance(value, float) and value.is_integer() else value
+            elif name not in cls.neutral:
+                unknown.append(name)
+            else:
+                check_neutral(name, cls.neutral[name], value)
+        if unknown:
+            cls._take_unknown(unknown)
+        return known
 
     @classmethod
-    def _is_default(cls, name: str, value: Any) -> bool:
-        return value is None and name in cls.model_fields and not cls.model_fields[name].is_required()
+    def _take_unknown(cls, names: list[str]) -> None:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        hint = suggestion(names[0], [*known, *cls.neutral], otherwise="")
+        raise wrong(names[0], f"is not supported{hint and f': {hint}'}", "unknown_field")
+
+
+class Open(BaseModel):
+    """A model that keeps unknown fields, in ``model_extra``."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
 
 class Lenient(BaseModel):
@@ -84,9 +154,7 @@ def _is_small(value: Any) -> bool:
 
 
 class Body(Strict):
-    """A request. Fields in the table ``neutral`` are accepted and ignored."""
-
-    neutral: ClassVar[neutral_fields.Table] = {}
+    """A request, whose unknown fields are ignored with ``--unknown-fields warn``."""
 
     def without_large(self) -> Self:
         """A copy without large values (prompts, messages, tools, forms), which are None in it.
@@ -95,26 +163,10 @@ class Body(Strict):
         """
         return self.model_copy(update={name: None for name, value in self if not _is_small(value)})
 
-    @model_validator(mode="before")
     @classmethod
-    def _checked(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        known, unknown = {}, []
-        for name, value in given.items():
-            if name in cls.model_fields:
-                # JSON has one kind of number: 5.0 equals 5.
-                is_whole = isinstance(value, float) and value.is_integer()
-                if not cls._is_default(name, value):
-                    known[name] = int(value) if is_whole else value
-            elif name not in cls.neutral:
-                unknown.append(name)
-            elif not neutral_fields.accepts(cls.neutral[name], value):
-                raise wrong(name, neutral_fields.reason(name, cls.neutral[name]))
-        if unknown and current().unknown_fields == "refuse":
-            raise not_supported(unknown[0], [*cls.model_fields, *cls.neutral])
-        if unknown:
-            names = ", ".join(name[:MOST_CHARACTERS] for name in unknown[:3])
-            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-            current().note(f"unknown fields, left out: {names}{more}")
-        return known
+    def _take_unknown(cls, names: list[str]) -> None:
+        if current().unknown_fields == "refuse":
+            super()._take_unknown(names)
+        shown = ", ".join(name[:MOST_CHARACTERS] for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        current().note(f"unknown fields, left out: {shown}{more}")

@@ -10,15 +10,14 @@ from typing import TypeVar
 from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.protocol import Event
-from dflash_jax.server.additions import Additions
 from dflash_jax.server.body import Bodies
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.engine_client import EngineClient, RemoteSequence
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
+from dflash_jax.server.limits import DEFAULT_LIMITS, Additions, Limits
 from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
 from dflash_jax.server.request_context import RequestContext, current
-from dflash_jax.server.response_store import Responses, ResponseStore
+from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
 
@@ -97,13 +96,13 @@ class Serving:
         engine: EngineClient,
         names: Sequence[str],
         limits: Limits = DEFAULT_LIMITS,
-        response_store: Responses | None = None,
+        response_store: ResponseStore | None = None,
         stream_interval: int = 1,
         additions: Additions | None = None,
         keep_alive_s: float = 15.0,
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
-        self.response_store: Responses = ResponseStore() if response_store is None else response_store
+        self.response_store = ResponseStore() if response_store is None else response_store
         assert engine.hello is not None, "the engine has not said hello"
         self.hello = engine.hello
         self.stream_interval, self.additions = stream_interval, additions or Additions()

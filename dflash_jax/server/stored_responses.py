@@ -9,23 +9,18 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic_core import from_json
 
-from dflash_jax.media.parts import TYPES
-from dflash_jax.server import responses_schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
 from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, dumped
 from dflash_jax.server.request_context import fresh_id
 from dflash_jax.server.response_store import StoredResponse
+from dflash_jax.server.responses_input import InputItem
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import JsonAnswer
 
 router = APIRouter()
-# Keys of long values. All keys that `truncation` reads precede them.
-_TEXTS = re.compile(rb',"(?:content|arguments|output|summary)":')
-# The type of an image or a video in a stored item.
-_MEDIA = re.compile(rb'"type":"(?:%s)"' % "|".join(TYPES).encode())
-# Most bytes of a stored item beside its texts, as `least_characters` assumes.
-KEY_BYTES = 256
+# The id of a stored item, which is its first key.
+_ID = re.compile(rb'\{"id":("(?:[^"\\]|\\.)*")')
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -45,40 +40,28 @@ async def stored_entry(http: Request, response_id: str, param: str | None = None
     return entry
 
 
-async def earlier_items(http: Request, body: responses_schema.ResponsesRequest) -> list[bytes]:
-    """The items of all turns before a request, each as JSON, so that only items that the turn needs are parsed.
+async def earlier_items(http: Request, response_id: str | None) -> list[bytes]:
+    """The items of all turns up to a response, each as JSON; none without a response.
 
     Their bytes count as those of the request's body.
 
     Raises:
-        ApiError: The response that it continues is not there, or exceeds the memory for bodies.
+        ApiError: The response is not there, or exceeds the memory for bodies.
     """
-    if body.previous_response_id is None:
+    if response_id is None:
         return []
     serving: Serving = http.app.state.serving
-    entry = await stored_entry(http, body.previous_response_id, "previous_response_id")
+    entry = await stored_entry(http, response_id, "previous_response_id")
     http.state.body.reserve(entry.nbytes)
     items = [entry.input[begin:end] async for begin, end in serving.in_steps(entry.places())]
     return items + [dumped(item) for item in loaded(entry.response)["output"]]
 
 
-def head(item: bytes) -> dict:
-    """The keys of a stored item that precede its texts. A quote within a text has a backslash, so no text matches."""
-    match = _TEXTS.search(item)
-    return loaded(item[: match.start()] + b"}" if match else item)
-
-
-def holds_media(item: bytes) -> bool:
-    """Whether a stored item has images or videos. A quote within a text has a backslash, so no text matches."""
-    return _MEDIA.search(item) is not None
-
-
-def least_characters(item: bytes) -> int:
-    r"""A lower bound for the characters of a stored item's texts.
-
-    JSON writes a character as up to twelve bytes: two escapes ``\\u`` with four digits each.
-    """
-    return max(0, len(item) - 5 * item.count(b"\\u") - KEY_BYTES) // 2
+def item_id(item: bytes) -> str:
+    """The id of a stored item."""
+    match = _ID.match(item)
+    assert match is not None, item[:100]
+    return json.loads(match[1])
 
 
 def loaded(item: bytes) -> dict:
@@ -91,7 +74,7 @@ def loaded(item: bytes) -> dict:
         return json.loads(item)
 
 
-async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[responses_schema.InputItem]) -> bytes:
+async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[InputItem]) -> bytes:
     """The conversation in its stored form.
 
     Args:
@@ -110,7 +93,7 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[r
         return b"\n".join(lines)
 
 
-def _item(item: responses_schema.InputItem) -> dict:
+def _item(item: InputItem) -> dict:
     """An input item as answers list it: with an id, and without unknown keys."""
     kind, more = item.type or "message", item.model_extra or {}
     given, fresh = more.get("id"), f"{IDS[kind]}_{fresh_id()}"
@@ -177,11 +160,10 @@ async def input_items(
     entry = await stored_entry(http, response_id)
     items = entry.places(from_end=order == "desc")
     if after is not None:
-        # The id is the first key of each item.
         begin = b'{"id":%b,' % dumped(after)
         if not any(entry.input.startswith(begin, place) for place, _ in items):
             raise ApiError(404, f"after is {after!r}: there is no such item", "after")
     page = [entry.input[place:end] for place, end in islice(items, limit)]
-    first, last = (head(page[0])["id"], head(page[-1])["id"]) if page else (None, None)
-    names = {"first_id": first, "last_id": last, "has_more": next(items, None) is not None}
+    ids = [item_id(item) for item in page[:1] + page[-1:]] or [None]
+    names = {"first_id": ids[0], "last_id": ids[-1], "has_more": next(items, None) is not None}
     return JsonAnswer({"object": "list", "data": iter(page), **names})

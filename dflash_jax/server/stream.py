@@ -43,7 +43,7 @@ def _frame_head(event: str | None) -> bytes:
 
 
 def json_parts(value: object) -> Iterator[bytes]:
-    """Yields parts of a value as JSON, equal to `json_text.dumped` in total.
+    """Yields parts of a value as JSON, equal to `dumped` in total.
 
     Args:
         value: The value. An iterator in it is a list whose elements are made when they are written. Bytes are JSON
@@ -87,6 +87,14 @@ def pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
             piece, size, until = [], 0, thread_time() + PIECE_S
     if piece:
         yield b"".join(piece)
+
+
+async def event_frames(events: AsyncGenerator[dict, None], are_numbered: bool = False) -> AsyncGenerator[Frame, None]:
+    """Yields events as frames under their types, with their numbers in the stream where they ``are_numbered``."""
+    number = 0
+    async for event in events:
+        yield frame_parts(event | {"sequence_number": number} if are_numbered else event, event["type"])
+        number += 1
 
 
 class JsonAnswer(Response):

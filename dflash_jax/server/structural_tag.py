@@ -13,38 +13,26 @@ from llguidance import LLMatcher
 from dflash_jax.errors import InputError
 
 _TEXT = "/(?s:.*)/"
-# Required and optional fields of each format.
-_FIELDS: dict[str, tuple[set[str], set[str]]] = {
-    "const_string": ({"value"}, set()),
-    "literal": ({"text"}, set()),
-    "json_schema": ({"json_schema"}, {"style"}),
-    "regex": ({"pattern"}, set()),
-    "grammar": ({"grammar"}, set()),
-    "any_text": (set(), {"excludes"}),
-    "sequence": ({"elements"}, set()),
-    "or": ({"elements"}, set()),
-    "optional": ({"content"}, set()),
-    "tag": ({"begin", "content", "end"}, set()),
-    "triggered_tags": ({"triggers", "tags"}, {"at_least_one", "stop_after_first", "excludes"}),
-    "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
-}
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "value": str,
-    "text": str,
-    "json_schema": (dict, bool),
-    "style": str,
-    "pattern": str,
-    "grammar": str,
-    "excludes": list,
-    "elements": list,
-    "content": dict,
-    "begin": str,
-    "end": (str, list),
-    "triggers": list,
-    "tags": list,
-    "separator": str,
-    "at_least_one": bool,
-    "stop_after_first": bool,
+# The fields of each format and their types; "?" after those that may be left out.
+_FORMATS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "const_string": {"value": str},
+    "literal": {"text": str},
+    "json_schema": {"json_schema": (dict, bool), "style?": str},
+    "regex": {"pattern": str},
+    "grammar": {"grammar": str},
+    "any_text": {"excludes?": list},
+    "sequence": {"elements": list},
+    "or": {"elements": list},
+    "optional": {"content": dict},
+    "tag": {"begin": str, "content": dict, "end": (str, list)},
+    "triggered_tags": {
+        "triggers": list,
+        "tags": list,
+        "at_least_one?": bool,
+        "stop_after_first?": bool,
+        "excludes?": list,
+    },
+    "tags_with_separator": {"tags": list, "separator": str, "at_least_one?": bool, "stop_after_first?": bool},
 }
 # Lists that must not be empty.
 _FILLED = ("elements", "triggers", "tags")
@@ -96,15 +84,15 @@ def _checked(node: Any, where: str, kind: str | None = None) -> dict:
     if not isinstance(node, dict):
         raise InputError(f"{where} must be an object")
     kind = node.get("type", kind)
-    if kind not in _FIELDS:
-        raise InputError(f"{where}.type is {kind!r}: it must be one of {', '.join(_FIELDS)}")
-    needed, possible = _FIELDS[kind]
-    if missing := needed - set(node):
+    if kind not in _FORMATS:
+        raise InputError(f"{where}.type is {kind!r}: it must be one of {', '.join(_FORMATS)}")
+    types = {name.removesuffix("?"): type_ for name, type_ in _FORMATS[kind].items()}
+    if missing := set(_FORMATS[kind]) & set(types) - set(node):
         raise InputError(f"{where}.{min(missing)} is missing")
-    if unknown := set(node) - needed - possible - {"type"}:
+    if unknown := set(node) - set(types) - {"type"}:
         raise InputError(f"{where}.{min(unknown)} is not supported")
     for name in set(node) - {"type"}:
-        if not isinstance(node[name], _KINDS[name]) or (name in _FILLED and not node[name]):
+        if not isinstance(node[name], types[name]) or (name in _FILLED and not node[name]):
             raise InputError(f"{where}.{name} has a wrong type or is empty")
     if node.get("excludes"):
         raise InputError(f"{where}.excludes is not supported")
@@ -128,10 +116,47 @@ class _Builder:
         self.rules: list[str] = []
         self.grammars: list[dict] = []
 
-    def expression(self, node: Any, where: str, ends: tuple[str, ...], is_last: bool, kind: str | None = None) -> str:
+    def expression(self, node: Any, where: str, ends: tuple[str, ...], is_last: bool) -> str:
         """An expression for a format followed by one of the ``ends``; ``is_last``: nothing else follows."""
-        node = _checked(node, where, kind)
-        return getattr(self, "_" + node["type"])(node, where, ends, is_last)
+        node = _checked(node, where)
+        match node["type"]:
+            case "any_text":
+                return self._free(where, ends, is_last)
+            case "sequence":
+                *before, last = node["elements"]
+                parts = [self.expression(each, f"{where}.elements[{i}]", (), False) for i, each in enumerate(before)]
+                parts.append(self.expression(last, f"{where}.elements[{len(before)}]", ends, is_last))
+                return " ".join(parts)
+            case "or":
+                elements = enumerate(node["elements"])
+                parts = [self.expression(each, f"{where}.elements[{i}]", ends, is_last) for i, each in elements]
+                return f"({' | '.join(parts)})"
+            case "tag":
+                return self._tag(node, where, ends, is_last)
+            case "triggered_tags":
+                return self._triggered_tags(node, where, ends, is_last)
+        return self._ended(self._closed(node, where), ends)
+
+    def _closed(self, node: dict, where: str) -> str:
+        """An expression for a format that says itself where it ends."""
+        match node["type"]:
+            case "const_string":
+                return self._quoted(node["value"])
+            case "literal":
+                return self._quoted(node["text"])
+            case "json_schema":
+                return self._rule(self._schema(node["json_schema"]))
+            case "regex":
+                source = json.loads(LLMatcher.grammar_from_regex(node["pattern"]))["grammars"][0]["lark_grammar"]
+                return self._other_grammar(source)
+            case "grammar":
+                return self._other_grammar(self._lark(node["grammar"]))
+            case "optional":
+                return f"({self.expression(node['content'], f'{where}.content', (), False)})?"
+        # tags_with_separator
+        one = self._rule(" | ".join(self._tag(tag, place, (), False) for tag, place in self._tags(node, where)))
+        several = one if node.get("stop_after_first") else f"{one} ({self._quoted(node['separator'])} {one})*"
+        return several if node.get("at_least_one") else f"({several})?"
 
     def _quoted(self, text: str) -> str:
         return " ".join(self._parts(text))
@@ -171,38 +196,6 @@ class _Builder:
             raise InputError(f"{text!r} has a special token after other text: this cannot end free text")
         return self._rule(_TEXT, f"[suffix={parts[0]}]")
 
-    def _const_string(self, node, where, ends, is_last) -> str:
-        return self._ended(self._quoted(node["value"]), ends)
-
-    def _literal(self, node, where, ends, is_last) -> str:
-        return self._ended(self._quoted(node["text"]), ends)
-
-    def _json_schema(self, node, where, ends, is_last) -> str:
-        return self._ended(self._rule(self._schema(node["json_schema"])), ends)
-
-    def _regex(self, node, where, ends, is_last) -> str:
-        source = json.loads(LLMatcher.grammar_from_regex(node["pattern"]))["grammars"][0]["lark_grammar"]
-        return self._ended(self._other_grammar(source), ends)
-
-    def _grammar(self, node, where, ends, is_last) -> str:
-        return self._ended(self._other_grammar(self._lark(node["grammar"])), ends)
-
-    def _any_text(self, node, where, ends, is_last) -> str:
-        return self._free(where, ends, is_last)
-
-    def _sequence(self, node, where, ends, is_last) -> str:
-        *before, last = node["elements"]
-        parts = [self.expression(each, f"{where}.elements[{i}]", (), False) for i, each in enumerate(before)]
-        return " ".join([*parts, self.expression(last, f"{where}.elements[{len(before)}]", ends, is_last)])
-
-    def _or(self, node, where, ends, is_last) -> str:
-        places = [f"{where}.elements[{i}]" for i in range(len(node["elements"]))]
-        elements = zip(node["elements"], places, strict=True)
-        return f"({' | '.join(self.expression(element, place, ends, is_last) for element, place in elements)})"
-
-    def _optional(self, node, where, ends, is_last) -> str:
-        return self._ended(f"({self.expression(node['content'], f'{where}.content', (), False)})?", ends)
-
     def _tag(self, node, where, ends, is_last) -> str:
         return f"{self._quoted(node['begin'])} {self._after_begin(node, where, ends, is_last)}"
 
@@ -241,9 +234,3 @@ class _Builder:
             return one if node.get("at_least_one") else f"({one} | {self._free(where, ends, is_last)})"
         more = f"{later}* {self._free(where, ends, is_last)}"
         return f"{first} {more}" if node.get("at_least_one") else more
-
-    def _tags_with_separator(self, node, where, ends, is_last) -> str:
-        tags = [self._tag(tag, place, (), False) for tag, place in self._tags(node, where)]
-        one = self._rule(" | ".join(tags))
-        several = one if node.get("stop_after_first") else f"{one} ({self._quoted(node['separator'])} {one})*"
-        return self._ended(several if node.get("at_least_one") else f"({several})?", ends)

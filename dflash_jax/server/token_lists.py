@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Annotated, Any, cast
 
 from pydantic import WrapValidator
@@ -64,26 +64,46 @@ async def parse(body: bytes, parse_rest: Callable[[bytes], Any]) -> Any:
     return whole[0]
 
 
-async def _runs(body: bytes) -> list[tuple[int, int]]:
-    """(start, end) of long runs of whole numbers outside of strings, between two commas each."""
-    runs, at, is_text = [], 0, False
+async def split(body: bytes, step: int) -> AsyncIterator[tuple[int, list[bytes], bool]]:
+    """Yields each step through a body of JSON, between turns for other requests.
+
+    Args:
+        body: The body; what is yielded of one that is not JSON is arbitrary.
+        step: Bytes of a step.
+
+    Yields:
+        Where the step begins; its pieces, which are in turn outside and inside of strings, without the quotes between
+        them and with other bytes for escapes; and whether the first one is inside.
+    """
+    at, is_text = 0, False
     while at < len(body):
-        part = body[at : at + STEP_BYTES]
+        part = body[at : at + step]
         if (len(part) - len(part.rstrip(b"\\"))) % 2:
             # A backslash belongs to the character after it.
-            part = body[at : at + STEP_BYTES + 1]
-        place, at = at, at + len(part)
-        pieces = part.replace(b"\\\\", b"__").replace(b'\\"', b"__").split(b'"')
+            part = body[at : at + step + 1]
+        if is_text and b'"' not in part:
+            # A part of a string, such as of an image, takes a tenth of the time.
+            pieces = [part]
+        else:
+            pieces = part.replace(b"\\\\", b"__").replace(b'\\"', b"__").split(b'"')
+        yield at, pieces, is_text
+        at, is_text = at + len(part), is_text ^ (len(pieces) % 2 == 0)
+        if at < len(body):
+            await asyncio.sleep(0)
+
+
+async def _runs(body: bytes) -> list[tuple[int, int]]:
+    """(start, end) of long runs of whole numbers outside of strings, between two commas each."""
+    runs = []
+    async for place, pieces, is_text in split(body, STEP_BYTES):
         for i, piece in enumerate(pieces):
-            if (i % 2 == 0) != is_text:
+            if i % 2 == is_text:
                 for match in _NUMBERS.finditer(piece):
                     start = body.find(b",", place + match.start(), place + match.end()) + 1
                     end = body.rfind(b",", place + match.start(), place + match.end())
                     if 0 < start < end:
                         runs.append((start, end))
             place += len(piece) + 1
-        is_text ^= len(pieces) % 2 == 0
-        await asyncio.sleep(0)
     return runs
 
 

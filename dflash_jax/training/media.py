@@ -93,10 +93,9 @@ def _placed(
     learned[prompt.is_given] = np.asarray(mask, bool)[~np.isin(ids, pads)]
     is_media = np.isin(prompt.ids, pads)
     # Pads of images and of videos are counted apart: the order of the document need not be that of the parts.
-    by_medium = dict(zip(map(id, media), parts, strict=True))
-    ordered = [span.medium for span in prompt.spans if not span.offset]
-    taken, keys = (by_medium[id(medium)] for medium in ordered), (medium.key for medium in ordered)
-    return prompt.ids, learned, DocumentMedia(reader, encoder, tuple(taken), tuple(keys), is_media, prompt.positions)
+    order = [frame.medium for frame in prompt.frames if not frame.offset]
+    taken, keys = tuple(parts[i] for i in order), tuple(media[i].key for i in order)
+    return prompt.ids, learned, DocumentMedia(reader, encoder, taken, keys, is_media, prompt.positions)
 
 
 def without_media(ids: Sequence[int], mask: Sequence[bool], parts: Sequence[MediaPart], where: str) -> Placed:

@@ -36,7 +36,8 @@ def read_prompts(path: str | None, count: int, target: str) -> list[list[int]]:
     tokenizer = Tokenizer(Path(target))
     if path is None:
         return [tokenizer.encode(text) for text in PROMPTS[:count]]
-    return [tokenizer.chat([{"role": "user", "content": turns[0]}]) for turns in read_task(Path(path), None, 0)[:count]]
+    questions = [turns[0] for turns in read_task(Path(path), None, 0)[:count]]
+    return [tokenizer.encode_plain(tokenizer.render_chat([{"role": "user", "content": q}])) for q in questions]
 
 
 def transformers_answers(target: str) -> Callable:

@@ -30,7 +30,6 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.ops.backend import Backend
 from dflash_jax.options.generate import GenerateOptions
-from dflash_jax.options.option import add_options
 from dflash_jax.options.parser import Parser
 from dflash_jax.parallel.devices import device_name, set_platform, versions
 from dflash_jax.process import exit_code
@@ -239,7 +238,7 @@ def run(args) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: the bundled pair)")
     p.add_argument("--grid", choices=["default", "full"], default="default", help="default: %(default)s")
     p.add_argument("--points", nargs="+", metavar="BATCH,WIDTH,CONTEXT", help="these instead of a grid")
@@ -251,7 +250,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
     p.add_argument("--quantize", choices=["int8", "fp8"])
     p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
-    add_options(p, GenerateOptions, ("platform", "kernels"), group="options")
+    p.add_options(GenerateOptions, ("platform", "kernels"), group="options")
     p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")
     p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
     p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")

@@ -118,7 +118,7 @@ def page(published: dict, record: dict) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the page, in Markdown")
     return p
 

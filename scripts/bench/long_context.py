@@ -296,7 +296,7 @@ def tables(rows: list[dict], pools: list[dict]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", metavar="DIR", help="default: the bundled pair")
     p.add_argument("--draft", metavar="DIR")
     lengths = [1024, 8192, 32768]

@@ -27,10 +27,10 @@ FORM = "(?s:.){1,100000}"
 
 
 async def direct(host, new: int, count: int, block, grammar: bool = False) -> float:
-    from dflash_jax.server.constraint import Constraint
+    from dflash_jax.protocol import Form
 
     params = SamplingParams(temperature=0.7, max_tokens=new, ignore_eos=True)
-    compiled = await host.grammar.grammar(Constraint("regex", FORM, "regex").form()) if grammar else None
+    compiled = await host.grammar.grammar(Form.of("regex", FORM, "regex")) if grammar else None
 
     async def one(i: int) -> int:
         mask = compiled.mask() if compiled else None

@@ -85,7 +85,7 @@ def humaneval(llm, problems: int, new_tokens: int) -> float:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("target", metavar="TARGET", help="directory or repo id")
     p.add_argument("draft", metavar="DRAFT", help="directory or repo id")
     p.add_argument("--dtype", choices=["float32", "bfloat16"])

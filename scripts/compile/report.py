@@ -119,7 +119,7 @@ def describe(figures: dict) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
     p.add_argument("--device", required=True, metavar="NAME", help="h100, h200, b200, or a TPU slice such as v6e:2x4")
     p.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs (default: %(default)s)")

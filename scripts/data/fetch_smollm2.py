@@ -18,7 +18,7 @@ from dflash_jax.process import exit_code, exit_process
 
 
 def run(argv: list[str] | None) -> int:
-    parser = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dst", metavar="DST", help="the directory to write; it must not exist, or be empty")
     parser.add_argument("--dtype", choices=list(DTYPE_NAMES), default="bfloat16", help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -230,7 +230,7 @@ def heading(args) -> str:
 
 
 def run(argv: list[str] | None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked source distribution")
     parser.add_argument("--sglang", type=Path, metavar="DIR", help="an unpacked wheel")
     parser.add_argument("--target", default=TINY / "target", metavar="PATH", help="default: the bundled one")

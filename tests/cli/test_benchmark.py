@@ -266,13 +266,13 @@ def test_methods_have_the_columns_names_of_the_published_tables():
 def test_a_target_is_loaded_once_for_methods_of_one_drafter(monkeypatch):
     opened = []
 
-    def open_llm(args, options, draft):
+    def open_llm(args, draft):
         opened.append(draft)
         return f"with {draft}", "cpu"
 
     monkeypatch.setattr(benchmark, "open_llm", open_llm)
     methods = [benchmark.method(name) for name in ("autoregressive", "mtp", "mtp 8", "autoregressive", "16", "dflash")]
-    systems = benchmark.Systems(None, {}, methods)
+    systems = benchmark.Systems(None, methods)
     assert [systems.of(m) for m in methods] == ["with mtp"] * 4 + ["with None"] * 2
     assert opened == ["mtp", None]
 
@@ -283,7 +283,7 @@ def test_a_drafter_that_does_not_load_leaves_the_other_methods(monkeypatch):
     class Llm:
         pass
 
-    def open_llm(args, options, draft):
+    def open_llm(args, draft):
         assert not any(reference() for reference in alive)
         if draft == "mtp":
             raise InputError("no MTP head")
@@ -293,7 +293,7 @@ def test_a_drafter_that_does_not_load_leaves_the_other_methods(monkeypatch):
 
     monkeypatch.setattr(benchmark, "open_llm", open_llm)
     plain, head, wide = (benchmark.method(name) for name in ("autoregressive", "mtp", "16"))
-    systems = benchmark.Systems(None, {}, [plain, wide, head])
+    systems = benchmark.Systems(None, [plain, wide, head])
     assert systems.of(wide) is alive[0]()
     for _ in range(2):
         with pytest.raises(InputError, match="no MTP head"):
@@ -428,7 +428,7 @@ def test_one_format_for_all_that_write_and_read(tmp_path, monkeypatch):
     tasks = read_tasks([tmp_path / "humaneval.jsonl", tmp_path / "chat.jsonl"], None, 0)
     assert tasks == {"HumanEval": [[q, "And now?"] for q in questions], "chat": [[q] for q in questions]}
     tokenizer = Tokenizer(TINY / "target")
-    expected = [tokenizer.chat([{"role": "user", "content": q}]) for q in questions]
+    expected = [tokenizer.encode_plain(tokenizer.render_chat([{"role": "user", "content": q}])) for q in questions]
     for name in ("humaneval", "chat"):
         path = str(tmp_path / f"{name}.jsonl")
         assert bench_cpu.read_prompts(path, 5, str(TINY / "target")) == expected

@@ -150,7 +150,7 @@ def test_no_command_shows_the_help(capsys):
 
 def test_a_command_gets_the_remaining_words(capsys):
     assert cli.main(["plan", "--config", "qwen3.6-35b-a3b", "--devices", "0"]) == 2
-    assert capsys.readouterr().err == "error: devices is 0: it must be 1 or more\n"
+    assert capsys.readouterr().err == "error: --devices 0: it must be 1 to 65536\n"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)

@@ -139,7 +139,7 @@ def test_ingresses_that_were_started_end_where_another_name_is_taken(other):
 
 def test_command_without_an_ingress_of_its_own_ends_no_other(other):
     args, _ = parse(["--address", "auto"])
-    command._end(args, 0, command._Processes(), [])
+    command._end(args, 0, command._children(), [])
     assert other.started == ["the end of Ray"]
 
 
@@ -203,7 +203,8 @@ def tokens_of(url, kill=None):
         for line in answer.iter_lines():
             if kill is not None and not lines:
                 kill.kill()
-            if line:
+            # Comments keep a connection alive while there is no engine.
+            if line.startswith("data: "):
                 lines.append(line)
     assert lines.pop() == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines]

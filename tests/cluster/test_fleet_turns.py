@@ -1,6 +1,8 @@
 """Which engine gets a request, and what refusals, losses, aborts and questions do; a test speaks for the engines."""
 
 import asyncio
+import math
+import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -31,11 +33,12 @@ class Script:
         refusal: The answer to each submission; None accepts it.
         answers: Answers to questions, by question; none where there is no entry.
         says: Called after it has accepted a submission, before anything else runs.
+        refused: Called before it refuses one.
     """
 
     def __init__(self, fleet, name):
         self.fleet, self.got, self.is_broken, self.refusal, self.answers = fleet, [], False, None, {}
-        self.says = lambda: None
+        self.says = self.refused = lambda: None
         self.engine = Engine(name, self._take, self.break_off)
         fleet.replicas.join(self.engine)
         self.say(HELLO)
@@ -55,6 +58,7 @@ class Script:
         self.got.append(record)
         match record:
             case protocol.Submit(number, prompts=prompts) if self.refusal is not None:
+                self.refused()
                 asyncio.get_running_loop().call_soon(self.say, protocol.Failed(number, self.refusal))
             case protocol.Submit(number, prompts=prompts):
                 asyncio.get_running_loop().call_soon(self._accept, protocol.Accepted(number, [0.0] * len(prompts)))
@@ -347,14 +351,27 @@ def test_an_abort_reaches_a_request_between_two_engines_and_one_that_is_about_to
                     script.say(protocol.State(True, None))
                     while len(script.of(protocol.Submit)) < 3:
                         await asyncio.sleep(0)
-                    # The engine has it, and has not said so.
+                    # The engine has it, has not said so, and ends one choice of it before it dies.
                     fleet.abort(b"me", name)
+                    assert script.of(protocol.Abort)[-1] == protocol.Abort(b"me", name)
                     await settled()
-                    numbers = [choice.number for choice in script.choices]
-                    assert [number for leave in script.of(protocol.Leave) for number in leave.requests] == numbers
-                    got = [await inbox.get() for _ in numbers]
-                    assert [[event.finish_reason for event in events] for _, events in got] == [["abort"]] * 2
+                    script.event(finish_reason="abort")
+                    script.die()
+                    got = [await inbox.get() for _ in range(2)]
+                    reasons = {place: [event.finish_reason for event in events] for place, events in got}
+                    assert reasons == {0: [None, "abort"], 1: ["abort"]}
+                    script.say(protocol.State(True, None))
+                    await settled()
                     assert not inbox._events
+                    assert len(script.of(protocol.Submit)) == 3
+                    script.says = lambda: None
+                async with fleet.submitted(sequences()) as inbox:
+                    # The next engine has no place for it.
+                    script.refusal = FULL
+                    script.refused = lambda: fleet.abort(b"me", name)
+                    script.die()
+                    script.say(protocol.State(True, None))
+                    assert (await inbox.get())[1][0].finish_reason == "abort"
 
     check(main)
 
@@ -507,6 +524,9 @@ def test_figures_are_sums_and_each_engine_has_its_own():
 
 
 def test_an_engine_that_does_not_answer_gets_no_requests_until_it_does_and_is_broken_off_after_several(monkeypatch):
+    # However late a busy machine's timers are.
+    monkeypatch.setattr(fleet_module, "LATE_S", math.inf)
+
     async def look(fleet, script, seconds):
         monkeypatch.setattr(fleet_module, "ANSWER_S", seconds)
         await fleet._look(script.engine)
@@ -525,6 +545,26 @@ def test_an_engine_that_does_not_answer_gets_no_requests_until_it_does_and_is_br
                     await look(fleet, b, 60)
                     assert fleet.replicas.open == [a.engine, b.engine]
                     b.answers = {}
+
+    check(main)
+
+
+def test_an_answer_that_this_process_had_no_processor_to_read_is_no_miss(monkeypatch):
+    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.01)
+    monkeypatch.setattr(fleet_module, "LATE_S", 0.01)
+
+    async def main():
+        async with engines("a") as (fleet, a):
+            looking = asyncio.ensure_future(fleet._look(a.engine))
+            while not a.of(protocol.Ask):
+                await asyncio.sleep(0)
+            # The timer is late.
+            time.sleep(0.1)
+            await looking
+            assert (a.engine.missed, fleet.replicas.open) == (0, [a.engine])
+            monkeypatch.setattr(fleet_module, "LATE_S", math.inf)
+            await fleet._look(a.engine)
+            assert (a.engine.missed, fleet.replicas.open) == (1, [])
 
     check(main)
 

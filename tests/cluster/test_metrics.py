@@ -2,7 +2,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dflash_jax.cluster.metrics import merged
+from dflash_jax.cluster.fleet import merged
 
 TEXT = """# HELP vllm:num_requests_running Requests in a slot.
 # TYPE vllm:num_requests_running gauge

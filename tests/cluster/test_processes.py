@@ -173,10 +173,11 @@ def asserted(holds: bool) -> None:
 
 def test_an_engine_that_announces_itself_no_more_is_forgotten(monkeypatch):
     monkeypatch.setattr(ingress_module, "FORGET_S", 0.01)
-    monkeypatch.setattr(ingress_module, "LOOK_S", 0.01)
+    told = []
     with ingress_of("--api-server-count", "1") as ingress:
+        monkeypatch.setattr(ingress, "_tell", lambda: told.append(dict(ingress.engines)))
         ingress.join("gone", "127.0.0.1", 9)
-        assert wait_until(lambda: ingress._fronts._told is not None and not ingress.has_engines)
+        assert wait_until(lambda: told == [{"gone": ("127.0.0.1", 9)}, {}])
 
 
 # Few programs.

@@ -168,10 +168,10 @@ def test_known_beginnings_are_bounded_and_the_oldest_are_forgotten(monkeypatch):
     for i in range(1000):
         assert fleet.choose(talk) is first
         fleet.choose(prompt([i, *SYSTEM], "question"))
-    assert len(fleet._beginnings._names) == 200
+    assert len(fleet._names) == 200
     for i in range(100):
         fleet.choose(prompt([i, 5, *SYSTEM], "question"))
-    assert list(fleet._beginnings.known(talk)) == []
+    assert list(fleet._known(talk)) == []
 
 
 def test_conversations_with_nothing_in_common_go_where_there_are_fewest_requests():

@@ -99,7 +99,7 @@ def test_the_swap_space_is_in_gib_and_by_default_a_quarter_of_what_is_free():
     assert LLMConfig().swap_budget(2**30) == 2**28 // jax.local_device_count()
 
 
-def test_an_llm_of_a_configuration_has_its_values():
-    llm = LLM.from_config(LLMConfig(slots=3, max_len=200, block_size=4, max_block_size=8, prefix_bytes=10))
+def test_an_llm_has_the_values_of_its_keywords():
+    llm = LLM(slots=3, max_len=200, block_size=4, max_block_size=8, prefix_bytes=10)
     assert (llm.slots, llm.max_len, llm.block_size, llm.largest_block, llm.prefix_bytes) == (3, 200, 4, 8, 10)
     assert llm.engine is None

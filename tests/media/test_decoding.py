@@ -223,14 +223,3 @@ def test_a_cancelled_decode_ends_its_process(decoder, long_video, monkeypatch):
 
     asyncio.run(main())
     assert wait_until(lambda: not is_running(started[0].pid))
-    assert decoder._waiting == 0
-
-
-def test_images_beyond_those_that_may_wait_are_refused():
-    decoder = MediaDecoder(replace(PATIENT, decodes=1, waiting=2))
-    try:
-        found = decoded(decoder, *[PNG] * 5)
-        assert [isinstance(each, Medium) for each in found] == [True] * 3 + [False] * 2
-        assert {each.status for each in found[3:]} == {503}
-    finally:
-        decoder.stop()

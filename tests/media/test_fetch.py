@@ -231,27 +231,6 @@ def test_the_certificate_must_be_trusted():
         asyncio.run(main())
 
 
-def test_fetches_beyond_the_waiting_ones_are_refused():
-    async def main():
-        async with internet() as (_, public, context):
-            limits = MediaLimits(fetches=1, waiting=1)
-            fetcher = Fetcher(IMAGES, limits=limits, network=public, ssl_context=context)
-            tasks = [asyncio.create_task(fetcher.fetch("http://images.example/silence", "image")) for _ in range(2)]
-            await asyncio.sleep(0)
-            with pytest.raises(MediaError, match="try again later") as error:
-                await fetcher.fetch("http://images.example/image", "image")
-            assert error.value.status == 503
-            # Content in the URL itself needs no place.
-            assert await fetcher.fetch("data:;base64,AAAA", "image") == bytes(3)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            assert await fetcher.fetch("http://images.example/image", "image") == CONTENT
-            fetcher.stop()
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("path", ["/tiny-chunks", "/endless-continues"])
 def test_floods_are_parsed_in_another_thread(path, monkeypatch):
     """Thousands of events of one read would keep the server's loop for a second."""

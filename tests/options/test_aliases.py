@@ -6,7 +6,6 @@ from dflash_jax.cli import benchmark, generate, plan, serve, train
 from dflash_jax.errors import InputError
 from dflash_jax.options.generate import GenerateOptions
 from dflash_jax.options.option import aliases_of
-from dflash_jax.options.others import take_aliases
 from dflash_jax.options.systems import with_config
 from dflash_jax.options.train import FIELDS, TrainConfig
 
@@ -34,9 +33,7 @@ COMMON = [
 
 def parse(command: str, words: list[str]):
     make_parser, required = PARSERS[command]
-    args = make_parser().parse_args([*required, *words])
-    take_aliases(args)
-    return args
+    return make_parser().parse_args([*required, *words])
 
 
 @pytest.mark.parametrize("command", PARSERS)

@@ -5,24 +5,31 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+from dflash_jax.cli import benchmark, completion, demo, ops, plan
+from dflash_jax.cli.convert import CONVERSIONS
 from dflash_jax.cluster.options import ClusterOptions
 from dflash_jax.cluster.options import make_parser as make_cluster_parser
 from dflash_jax.errors import InputError
 from dflash_jax.options import generate, serve, systems
 from dflash_jax.options.generate import GenerateOptions
-from dflash_jax.options.option import Add, Alias, add_options, aliases_of, faults, option, options_of
-from dflash_jax.options.others import add_aliases
+from dflash_jax.options.option import Add, Alias, aliases_of, faults, option, options_of
+from dflash_jax.options.parser import Parser
 from dflash_jax.options.serve import ServeOptions
 from dflash_jax.options.shared import LLMOptions
 from dflash_jax.options.train import TrainConfig
 
-CLASSES = [GenerateOptions, ServeOptions, ClusterOptions, TrainConfig]
 PARSERS = [
+    (benchmark.make_parser, benchmark.BenchmarkOptions),
+    (completion.make_parser, completion.CompletionOptions),
+    (demo.make_parser, demo.DemoOptions),
+    (ops.make_parser, ops.OpsOptions),
+    (plan.make_parser, plan.PlanOptions),
     (generate.make_parser, GenerateOptions),
     (serve.make_parser, ServeOptions),
     (make_cluster_parser, ServeOptions),
     (make_cluster_parser, ClusterOptions),
 ]
+CLASSES = [*(cls for _, cls in PARSERS), TrainConfig, *CONVERSIONS.values()]
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,14 @@ class Example:
     form: str = option("round", "seen from above", choices=("round", "square"))
     is_sweet: bool = option(False, "with sugar", flag="--sweet", aliases=Alias("--no-salt", const=True))
     guests: list[str] | None = option(None, "who comes", "NAME", action=Add)
-    layers: tuple[int, ...] = option((), "of it")
+    layers: tuple[int, ...] = option((), "of it", least=0)
     note: str = option("", "without a flag", flag=None)
 
 
 def parse(*words: str, **defaults) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_options(parser, Example)
-    add_aliases(parser, Example)
+    parser = Parser()
+    parser.add_options(Example)
+    parser.add_aliases(Example)
     parser.set_defaults(**defaults)
     return parser.parse_args(words)
 
@@ -90,6 +97,21 @@ def test_values_out_of_bounds_are_found(name, good, bad, right):
         assert not list(faults(Example, {name: value}))
     for value in bad:
         assert [(each.name, found) for each, found in faults(Example, {name: value})] == [(name, value)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "9"], "--size 9: it must be 1 to 8"),
+        (["--width", "0"], "--width 0: it must be 1 to 8"),
+        (["--radius", "5"], "--size 10: it must be 1 to 8"),
+        (["--share", "nan"], "--share nan: it must be above 0 and at most 1"),
+        (["--layers", "1", "-1"], "--layers -1: it must be 0 or more"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_with_the_flag_that_has_it(words, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        parse(*words)
 
 
 @pytest.mark.parametrize(("make_parser", "cls"), PARSERS)

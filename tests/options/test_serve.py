@@ -15,8 +15,8 @@ from dflash_jax.options.others import FLAGS
 from dflash_jax.options.readers import JSON_CHARACTERS, JSON_DEPTH
 from dflash_jax.options.serve import ServeOptions, make_parser, parse
 from dflash_jax.parallel import distributed
-from dflash_jax.server.additions import Additions
 from dflash_jax.server.launch import follows, load
+from dflash_jax.server.limits import Additions
 
 VLLM = [
     "some/model",

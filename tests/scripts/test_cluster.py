@@ -7,7 +7,7 @@ import threading
 import httpx
 import pytest
 
-from dflash_jax.cluster.metrics import merged
+from dflash_jax.cluster.fleet import merged
 from tests.helpers import load_script
 
 check, routers = load_script("cluster/check.py"), load_script("cluster/routers.py")

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax import SamplingParams
-from dflash_jax.server.additions import Additions
 from dflash_jax.server.answers import request_metrics
 from dflash_jax.server.engine_host import in_process
+from dflash_jax.server.limits import Additions
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, NAME, OFF, Running
 

@@ -3,13 +3,15 @@
 import asyncio
 
 import numpy as np
+import pytest
 
 from dflash_jax import protocol
 from tests.server.conftest import hosted
 
 
-def test_what_is_aborted_while_it_is_prepared_ends_at_once(server, llm):
-    """Its form may take seconds to compile."""
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_what_is_aborted_while_it_is_prepared_ends_at_once(server, llm, has_begun):
+    """Its form may take seconds to compile. Both records may come in one turn of the loop."""
 
     async def main() -> list:
         host, gate, records, ended = hosted(llm, server.host.engine), asyncio.Event(), [], asyncio.Event()
@@ -31,7 +33,8 @@ def test_what_is_aborted_while_it_is_prepared_ends_at_once(server, llm):
         choices = [protocol.Choice(1, "mine", 0, [])]
         prompt = protocol.Prompt(np.array([5, 6], np.int32), {"max_tokens": 200}, "auto", form=form, choices=choices)
         front.receive(protocol.Submit(0, None, b"owner", [prompt]))
-        await asyncio.sleep(0)
+        if has_begun:
+            await asyncio.sleep(0)
         front.receive(protocol.Abort(b"other", None))
         front.receive(protocol.Abort(b"owner", "mine"))
         gate.set()

@@ -10,7 +10,9 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.server.constraint import Constraint, grammar_tokens, tag_in_lark
+from dflash_jax.protocol import Form
+from dflash_jax.server.chat import tag_in_lark
+from dflash_jax.server.grammar import grammar_tokens
 from dflash_jax.server.grammar_walk import MOST_BLANKS, GrammarWalk
 from dflash_jax.server.tools import END, START, ToolParser, joined
 
@@ -21,7 +23,7 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-CASES = [Constraint("schema", SCHEMA, "f"), Constraint("regex", "[ab]{2,40}c", "f"), Constraint("json", {}, "f")]
+CASES = [Form.of("schema", SCHEMA, "f"), Form.of("regex", "[ab]{2,40}c", "f"), Form.of("json", {}, "f")]
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +31,17 @@ def tokens():
     return grammar_tokens(Tokenizer(TINY / "target"), VOCAB, (2, 0))
 
 
-def walk(tokens, constraint, thought: str = "none") -> GrammarWalk:
-    return GrammarWalk(tokens, tokens.matcher(constraint.kind, constraint.value, constraint.field)[0], thought)
+def walk(tokens, form, thought: str = "none") -> GrammarWalk:
+    return GrammarWalk(tokens, tokens.matcher(form.kind, json.loads(form.value), form.field)[0], thought)
 
 
 def allowed(mask: bytes) -> set[int]:
     return {i for i in range(VOCAB) if mask[i // 8] >> i % 8 & 1}
 
 
-def draw(tokens, constraint, seed: int, thought: str = "none", most: int = 60) -> list[int]:
+def draw(tokens, form, seed: int, thought: str = "none", most: int = 60) -> list[int]:
     """A random text that the masks allow, one token after the other."""
-    rng, mask, text = random.Random(seed), walk(tokens, constraint, thought), []
+    rng, mask, text = random.Random(seed), walk(tokens, form, thought), []
     while len(text) < most:
         token = rng.choice(sorted(allowed(mask.masks([])[0])))
         mask.take([token])
@@ -49,11 +51,11 @@ def draw(tokens, constraint, seed: int, thought: str = "none", most: int = 60) -
     return text
 
 
-@pytest.mark.parametrize("constraint", CASES, ids=lambda c: c.kind)
-def test_masks_along_drafts_are_those_of_one_token_after_the_other(tokens, constraint):
+@pytest.mark.parametrize("form", CASES, ids=lambda c: c.kind)
+def test_masks_along_drafts_are_those_of_one_token_after_the_other(tokens, form):
     for seed in range(12):
-        text, rng = draw(tokens, constraint, seed), random.Random(seed)
-        slow, fast = (walk(tokens, constraint) for _ in range(2))
+        text, rng = draw(tokens, form, seed), random.Random(seed)
+        slow, fast = (walk(tokens, form) for _ in range(2))
         at = 0
         while at < len(text):
             right = text[at : at + rng.randrange(8)]
@@ -86,7 +88,7 @@ def test_what_the_masks_allow_is_json(tokens):
 
 def test_the_grammar_begins_when_the_thought_ends_also_inside_a_block(tokens):
     tokenizer, close = Tokenizer(TINY / "target"), tokens.close_ids[0]
-    mask = walk(tokens, Constraint("regex", "ab", "f"), "open")
+    mask = walk(tokens, Form.of("regex", "ab", "f"), "open")
     newline, a, b = (tokenizer.encode_plain(c)[0] for c in ("\n", "a", "b"))
     drafts = [300, 301, close, newline, a, b, 2, 300]
     found = mask.masks(drafts)
@@ -103,12 +105,12 @@ def test_the_grammar_begins_when_the_thought_ends_also_inside_a_block(tokens):
 
 def test_blank_lines_behind_a_thought_end(tokens):
     """Small models repeat them. A draft of them is cut where they end."""
-    mask, newline = walk(tokens, Constraint("regex", "\n?ab", "f"), "open"), tokens.blank_ids[0]
+    mask, newline = walk(tokens, Form.of("regex", "\n?ab", "f"), "open"), tokens.blank_ids[0]
     mask.take(tokens.close_ids)
     # Where the grammar begins with one, that is it.
     right = [newline in allowed(m) for m in mask.masks([newline] * 9)]
     assert right == [True, False]
-    plain = walk(tokens, Constraint("regex", "ab", "f"), "open")
+    plain = walk(tokens, Form.of("regex", "ab", "f"), "open")
     plain.take(tokens.close_ids)
     assert [newline in allowed(m) for m in plain.masks([newline] * 9)] == [True] * MOST_BLANKS + [False]
     plain.take([newline] * MOST_BLANKS)
@@ -118,7 +120,7 @@ def test_blank_lines_behind_a_thought_end(tokens):
 
 
 def test_a_thought_is_possible_but_not_needed(tokens):
-    mask = walk(tokens, Constraint("regex", "ab", "f"), "possible")
+    mask = walk(tokens, Form.of("regex", "ab", "f"), "possible")
     first = allowed(mask.masks([])[0])
     assert tokens.open_ids[0] in first
     assert 300 not in first
@@ -139,7 +141,7 @@ def test_a_demanded_call_can_be_read_again(tokens, xml):
     for seed in range(12):
         start, end = (tag_in_lark(tokenizer, tag) for tag in (START, END))
         calls = {"xml": xml, "tools": tools, "most": 2, "start": start, "end": end}
-        source = Constraint("calls", calls, "tools")
+        source = Form.of("calls", calls, "tools")
         text = draw(tokens, source, seed, most=300)
         if text[-1] not in tokens.stop_ids:
             continue
@@ -192,7 +194,7 @@ def test_the_text_of_a_choice_is_the_choice(tokens, kind):
         value = [choice] if kind == "choice" else {"format": {"type": "const_string", "value": choice}}
         for seed in range(4):
             text = Detokenizer(tokenizer)
-            for token in draw(tokens, Constraint(kind, value, "f"), seed, most=200):
+            for token in draw(tokens, Form.of(kind, value, "f"), seed, most=200):
                 text.push(token)
             text.finish()
             assert text.text == choice

@@ -9,17 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.protocol import Form
 from dflash_jax.server import grammar_walk
-from dflash_jax.server.compilation_queue import CompilationQueue
-from dflash_jax.server.constraint import Constraint, grammar_tokens
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import GrammarProcesses
-from dflash_jax.server.grammar_masks import LEAST_MASKS
-from dflash_jax.server.grammar_pool import GrammarLimits
+from dflash_jax.server.grammar import CompilationQueue, GrammarProcesses, grammar_tokens
+from dflash_jax.server.grammar_masks import LEAST_MASKS, GrammarLimits
 from dflash_jax.server.grammar_walk import GrammarWalk
 from dflash_jax.server.request_context import RequestContext
 from dflash_jax.workers.memory import WorkerMemory
@@ -28,7 +27,7 @@ from tests.server.conftest import wait_until
 from tests.server.hostile import chained_rules, linked_definitions, many_terms, slow_expression
 
 LIMITS = GrammarLimits(compile_s=60, step_s=120)
-EASY = Constraint("regex", "[ab]{2,40}c", "f")
+EASY = Form.of("regex", "[ab]{2,40}c", "f")
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +65,14 @@ def shared(tokens):
         each.stop()
 
 
-def compiled(processes: GrammarProcesses, *constraints: Constraint) -> list:
+def compiled(processes: GrammarProcesses, *forms: Form) -> list:
     """Grammars, or the errors in their places."""
 
-    async def grammar(constraint: Constraint):
-        return await processes.grammar(constraint.form())
+    async def grammar(form: Form):
+        return await processes.grammar(form)
 
     async def main():
-        return await asyncio.gather(*map(grammar, constraints), return_exceptions=True)
+        return await asyncio.gather(*map(grammar, forms), return_exceptions=True)
 
     return asyncio.run(main())
 
@@ -120,24 +119,24 @@ def test_masks_are_those_of_the_grammar(shared):
 
 def test_compiled_grammars_are_kept_by_their_content(shared):
     p = shared()
-    first, again, other = compiled(p, EASY, EASY, Constraint("regex", "x", "f"))
+    first, again, other = compiled(p, EASY, EASY, Form.of("regex", "x", "f"))
     assert first is again
     assert first is not other
     assert compiled(p, EASY) == [first]
 
 
 @pytest.mark.parametrize(
-    "constraint",
+    "form",
     [
-        Constraint("schema", linked_definitions(500), "f"),
-        Constraint("grammar", chained_rules(500), "f"),
-        Constraint("choice", [f"item number {i}" for i in range(1000)], "f"),
-        Constraint("schema", {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(500)}}, "f"),
+        Form.of("schema", linked_definitions(500), "f"),
+        Form.of("grammar", chained_rules(500), "f"),
+        Form.of("choice", [f"item number {i}" for i in range(1000)], "f"),
+        Form.of("schema", {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(500)}}, "f"),
     ],
     ids=["definitions", "rules", "choices", "properties"],
 )
-def test_what_is_large_works(shared, constraint):
-    (grammar,) = compiled(shared(), constraint)
+def test_what_is_large_works(shared, form):
+    (grammar,) = compiled(shared(), form)
     mask = grammar.mask()
     for _ in range(8):
         allowed = np.flatnonzero(np.unpackbits(answered(mask)[0].view(np.uint8), bitorder="little"))
@@ -145,10 +144,10 @@ def test_what_is_large_works(shared, constraint):
 
 
 HOSTILE = {
-    "definitions": Constraint("schema", linked_definitions(1600), "f"),
-    "rules": Constraint("grammar", chained_rules(4500), "f"),
-    "terms": Constraint("grammar", many_terms(), "f"),
-    "a slow step": Constraint("grammar", slow_expression(), "f"),
+    "definitions": Form.of("schema", linked_definitions(1490), "f"),
+    "rules": Form.of("grammar", chained_rules(4500), "f"),
+    "terms": Form.of("grammar", many_terms(), "f"),
+    "a slow step": Form.of("grammar", slow_expression(), "f"),
 }
 
 
@@ -169,13 +168,13 @@ def test_a_compilation_whose_process_crashes_is_refused(shared):
     p = shared()
 
     async def main():
-        task = asyncio.create_task(p.grammar(HOSTILE["terms"].form()))
+        task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
         while not p._queue.compiling or next(iter(p._queue.compiling)).pid is None:
             await asyncio.sleep(0.01)
         os.kill(next(iter(p._queue.compiling)).pid, signal.SIGSEGV)
         with pytest.raises(InputError, match="f cannot be compiled"):
             await task
-        answered((await p.grammar(EASY.form())).mask())
+        answered((await p.grammar(EASY)).mask())
 
     asyncio.run(main())
 
@@ -184,7 +183,7 @@ def test_a_compilation_ends_with_the_client_that_waits_for_it(shared):
     p = shared()
 
     async def main():
-        task = asyncio.create_task(p.grammar(HOSTILE["terms"].form()))
+        task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
         while not p._queue.compiling or next(iter(p._queue.compiling)).pid is None:
             await asyncio.sleep(0.01)
         pid = next(iter(p._queue.compiling)).pid
@@ -200,7 +199,7 @@ def test_a_compilation_ends_with_the_client_that_waits_for_it(shared):
 
 def test_a_compilation_that_has_had_its_time_makes_room(processes):
     p = processes(compilations=2, sure_s=0.2)
-    hostile = [replace(HOSTILE["terms"], value=HOSTILE["terms"].value + " " * i) for i in range(2)]
+    hostile = [structs.replace(HOSTILE["terms"], value=HOSTILE["terms"].value + " " * i) for i in range(2)]
     *given_up, easy = compiled(p, *hostile, EASY)
     assert any(isinstance(e, ApiError) and e.status_code == 503 for e in given_up)
     answered(easy.mask())
@@ -210,8 +209,8 @@ def test_more_than_may_wait_are_told_to_come_again(processes):
     p = processes(compilations=1, waiting=1, sure_s=600.0)
 
     async def main():
-        first = [asyncio.create_task(p.grammar(replace(HOSTILE["terms"], field=f"f{i}").form())) for i in range(1)]
-        others = [asyncio.create_task(p.grammar(Constraint("regex", f"x{i}", "f").form())) for i in range(8)]
+        first = [asyncio.create_task(p.grammar(structs.replace(HOSTILE["terms"], field=f"f{i}"))) for i in range(1)]
+        others = [asyncio.create_task(p.grammar(Form.of("regex", f"x{i}", "f"))) for i in range(8)]
         while sum(t.done() for t in others) < 6:
             await asyncio.sleep(0.01)
         assert all(t.exception().status_code == 503 for t in others if t.done())
@@ -230,7 +229,7 @@ def test_the_nursery_is_started_again(processes):
     (nursery,) = [int(pid) for pid in own if b"grammar_worker" in command(pid)]
     os.kill(nursery, signal.SIGKILL)
     eventually(lambda: is_gone(nursery))
-    (other,) = compiled(p, Constraint("regex", "x+y", "f"))
+    (other,) = compiled(p, Form.of("regex", "x+y", "f"))
     answered(other.mask())
     # What was compiled before goes on.
     answered(grammar.mask())
@@ -302,18 +301,18 @@ def test_a_step_without_processor_time_is_waited_for_until_it_is_stuck(shared):
     eventually(lambda: is_gone(pid))
 
 
-def of(client: str, processes: GrammarProcesses, constraint: Constraint) -> asyncio.Task:
+def of(client: str, processes: GrammarProcesses, form: Form) -> asyncio.Task:
     """A client's request for a grammar."""
 
     async def grammar():
         RequestContext(client=client).enter()
-        return await processes.grammar(constraint.form())
+        return await processes.grammar(form)
 
     return asyncio.create_task(grammar())
 
 
-def hostile(i: int) -> Constraint:
-    return replace(HOSTILE["terms"], value=HOSTILE["terms"].value + " " * i)
+def hostile(i: int) -> Form:
+    return structs.replace(HOSTILE["terms"], value=HOSTILE["terms"].value + " " * i)
 
 
 async def ended(tasks) -> list:
@@ -391,7 +390,7 @@ def test_the_cache_is_shared_by_clients(processes):
     async def main():
         kept = await of("b", p, EASY)
         for i in range(6):
-            await of("a", p, Constraint("regex", f"x{i}", "f"))
+            await of("a", p, Form.of("regex", f"x{i}", "f"))
         assert await of("b", p, EASY) is kept
         assert len(p._cache) <= 4
 
@@ -404,7 +403,7 @@ def test_memory_is_taken_from_the_client_that_has_most(processes, monkeypatch):
     monkeypatch.setattr(WorkerMemory, "sizes", lambda _, processes: {p: sizes.get(p, 0) for p in processes})
 
     async def main():
-        own = [await of("a", p, Constraint("regex", f"x{i}", "f")) for i in range(3)]
+        own = [await of("a", p, Form.of("regex", f"x{i}", "f")) for i in range(3)]
         other = await of("b", p, EASY)
         return own, other
 
@@ -422,7 +421,7 @@ def test_a_process_has_some_sequences_of_one_client(processes):
     async def main():
         for client in "aaabb":
             RequestContext(client=client).enter()
-            masks.append((await p.grammar(EASY.form())).mask())
+            masks.append((await p.grammar(EASY)).mask())
 
     masks = []
     asyncio.run(main())
@@ -465,7 +464,7 @@ def test_an_answer_for_a_sequence_that_is_gone_is_not_taken_for_the_next_one(sha
 
 def test_a_process_that_does_not_read_delays_nobody(shared):
     """Where a message has no room, its rest is sent later."""
-    (grammar,) = compiled(shared(), Constraint("regex", "a*", "f"))
+    (grammar,) = compiled(shared(), Form.of("regex", "a*", "f"))
     mask, (a,) = grammar.mask(), Tokenizer(TINY / "target").encode_plain("a")
     expected = answered(mask)
     pid = mask.walker.process.pid
@@ -481,7 +480,7 @@ def test_a_process_that_does_not_read_delays_nobody(shared):
 
 
 def test_more_drafts_than_a_process_has_memory_for_go_to_another_one(shared):
-    (grammar,) = compiled(shared(), Constraint("regex", "a*", "f"))
+    (grammar,) = compiled(shared(), Form.of("regex", "a*", "f"))
     mask, other, (a,) = grammar.mask(), grammar.mask(), Tokenizer(TINY / "target").encode_plain("a")
     expected, first = answered(mask), mask.walker
     answered(other)
@@ -512,11 +511,11 @@ def test_only_processor_time_counts_for_making_room(processes):
     p._nursery.forked = stopped_at_once
 
     async def main():
-        first = asyncio.create_task(p.grammar(EASY.form()))
+        first = asyncio.create_task(p.grammar(EASY))
         while not p._queue.compiling:
             await asyncio.sleep(0.01)
         stopped[0].began -= 60.0
-        second = asyncio.create_task(p.grammar(Constraint("regex", "x", "f").form()))
+        second = asyncio.create_task(p.grammar(Form.of("regex", "x", "f")))
         while not p._queue.waiting:
             await asyncio.sleep(0.01)
         for _ in range(10):
@@ -541,7 +540,7 @@ def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
     (used,) = compiled(p, EASY)
     mask = used.mask()
     # One after the other: the oldest is let go.
-    others = [grammar for i in range(4) for grammar in compiled(p, Constraint("regex", f"x{i}", "f"))]
+    others = [grammar for i in range(4) for grammar in compiled(p, Form.of("regex", f"x{i}", "f"))]
     assert len(p._cache) <= 3
     assert used.is_alive
     answered(mask)
@@ -552,7 +551,7 @@ def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
 def test_a_grammar_is_kept_until_its_request_has_had_time_for_a_mask(processes):
     p = processes(cached=0, grace_s=600.0)
     (first,) = compiled(p, EASY)
-    compiled(p, *(Constraint("regex", f"x{i}", "f") for i in range(3)))
+    compiled(p, *(Form.of("regex", f"x{i}", "f") for i in range(3)))
     answered(first.mask())
 
 
@@ -577,7 +576,7 @@ def test_a_step_without_a_server_ends(processes):
 
 def test_objects_are_closed_and_what_is_left_out_is_told(shared):
     closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    wanted = Constraint("schema", closed | {"not": {"required": ["b"]}}, "f")
+    wanted = Form.of("schema", closed | {"not": {"required": ["b"]}}, "f")
     (grammar,) = compiled(shared(), wanted)
     assert len(grammar.notes) == 1
     assert "not" in grammar.notes[0]
@@ -593,7 +592,7 @@ def test_objects_are_closed_and_what_is_left_out_is_told(shared):
 @pytest.mark.parametrize("value", ["x" * 70_000, json.dumps("x" * 66_000)])
 def test_too_many_characters_are_refused_by_number(value):
     with pytest.raises(InputError, match="at most 65536 are possible"):
-        Constraint("regex", value, "f").form()
+        Form.of("regex", value, "f")
 
 
 def test_a_limit_behind_a_draft_is_no_error_before_the_draft_is_drawn(monkeypatch):

@@ -8,8 +8,8 @@ from llguidance import LLMatcher
 
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.server.constraint import grammar_tokens
-from dflash_jax.server.json_schema import closed
+from dflash_jax.server.grammar import grammar_tokens
+from dflash_jax.server.grammar_source import closed
 
 A, B = ({"type": "object", "properties": {k: {"type": "integer"}}, "required": [k]} for k in "ab")
 TREE = {

@@ -14,7 +14,6 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.media import data_url
-from dflash_jax.media.limits import MediaLimits
 from dflash_jax.server import body
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
@@ -528,7 +527,18 @@ def test_several_prompts_of_a_request_do_not_wait_for_one_another(vision, monkey
 
 
 def test_many_images_wait_for_the_decoder(vision, monkeypatch):
-    monkeypatch.setattr(vision.serving.media.decoder, "limits", MediaLimits(waiting=0, decodes=2))
+    decoder, running = vision.serving.media.decoder, []
+    decode = decoder.decode
+
+    async def counted(*arguments):
+        running.append(None)
+        try:
+            assert len(running) <= decoder.limits.decodes
+            return await decode(*arguments)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(decoder, "decode", counted)
     found = answered(vision, user(*[image_part(encoded(picture(16, 16, seed=i))) for i in range(4)], TEXT))
     assert found["choices"]
 
@@ -538,12 +548,3 @@ def test_a_batch_of_conversations_has_media(vision):
     body = {"chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True}
     found = vision.post(f"{CHAT}/batch", messages=talks, **GREEDY, **body).json()
     assert [c["token_ids"] for c in found["choices"]] == [answered(vision, t)["choices"][0]["token_ids"] for t in talks]
-
-
-def test_a_stored_image_is_json_in_ascii():
-    """What `holds_media` looks for is in no text."""
-    from dflash_jax.server.stored_responses import holds_media
-
-    text = json.dumps({"content": '"type":"image_url"'}, separators=(",", ":")).encode()
-    assert not holds_media(text)
-    assert holds_media(json.dumps({"content": [{"type": "input_image"}]}, separators=(",", ":")).encode())

@@ -8,8 +8,7 @@ import pytest
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.engine_host import EngineHost, in_process
 from dflash_jax.server.messages import Content
-from dflash_jax.server.messages_input import as_messages
-from dflash_jax.server.messages_schema import Block, MessagesRequest, TurnMessage
+from dflash_jax.server.messages_input import Block, MessagesRequest, TurnMessage, as_messages
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
 from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, Running, alone
@@ -184,8 +183,8 @@ def test_blocks_of_an_answer():
     events = content.take(Delta("hm", "", [CallDelta(0, "", "call_1", "f"), CallDelta(0, '{"x"')]))
     events += content.take(Delta("", "Here.", [CallDelta(0, ": }")]))
     events += content.close()
-    assert [b["type"] for b in content.blocks] == ["thinking", "tool_use", "text"]
-    assert content.blocks[1]["input"] == {"INVALID_JSON": '{"x": }'}
+    assert [b["type"] for b in content.items] == ["thinking", "tool_use", "text"]
+    assert content.items[1]["input"] == {"INVALID_JSON": '{"x": }'}
     names = [(e["type"].removeprefix("content_block_"), e["index"]) for e in events]
     assert names == [
         *[("start", 0), ("delta", 0), ("delta", 0), ("stop", 0)],

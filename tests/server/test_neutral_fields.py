@@ -6,7 +6,7 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from dflash_jax.server import chat_schema, native_schema, neutral_fields, responses_schema, schema
+from dflash_jax.server import chat_schema, native, responses_input, schema, schema_base
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.serving import Serving
@@ -15,9 +15,9 @@ from tests.server.conftest import MESSAGES, Running, posted
 BODIES = {
     "/v1/chat/completions": (chat_schema.ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
     "/v1/completions": (schema.CompletionRequest, {"prompt": "def f(", "max_tokens": 4}),
-    "/v1/responses": (responses_schema.ResponsesRequest, {"input": "hi", "max_output_tokens": 4}),
-    "/generate": (native_schema.GenerateRequest, {"text": "def f(", "sampling_params": {"max_new_tokens": 4}}),
-    "sampling_params": (native_schema.NativeSampling, {"max_new_tokens": 4}),
+    "/v1/responses": (responses_input.ResponsesRequest, {"input": "hi", "max_output_tokens": 4}),
+    "/generate": (native.GenerateRequest, {"text": "def f(", "sampling_params": {"max_new_tokens": 4}}),
+    "sampling_params": (native.NativeSampling, {"max_new_tokens": 4}),
     "/tokenize": (chat_schema.TokenizeRequest, {"prompt": "def f("}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [5]}),
 }
@@ -44,7 +44,7 @@ def test_neutral_values_are_taken_and_no_others(path, name):
     accepted = [None, *(EXAMPLES[each] if isinstance(each, type) else each for each in allowed)]
     for value in accepted:
         assert model.model_validate(body | {name: value}) == model.model_validate(body), value
-    refused = [value for value in VALUES if not neutral_fields.accepts(allowed, value)]
+    refused = [value for value in VALUES if not schema_base.is_neutral(allowed, value)]
     assert refused
     for value in refused:
         with pytest.raises(ValidationError) as failure:
@@ -66,7 +66,7 @@ def test_neutral_values_are_taken_and_no_others(path, name):
     ],
 )
 def test_values_are_told_apart_by_kind(allowed, value, is_neutral):
-    assert neutral_fields.accepts(allowed, value) is is_neutral
+    assert schema_base.is_neutral(allowed, value) is is_neutral
 
 
 @pytest.mark.parametrize("path", BODIES)

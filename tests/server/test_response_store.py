@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import closing
 
@@ -91,7 +90,7 @@ def test_a_restart_keeps_responses_in_a_private_file(path, opened):
 def test_a_temporary_file_is_private_and_ends_with_its_store(ends):
     store = ResponseStore()
     assert run(store.put(b"owner", "resp_1", ENTRY))
-    folder = store.folder
+    folder = store.path.parent
     assert os.stat(folder).st_mode & 0o777 == 0o700
     assert {os.stat(f"{folder}/{name}").st_mode & 0o777 for name in os.listdir(folder)} == {0o600}
     if ends == "close":
@@ -101,25 +100,17 @@ def test_a_temporary_file_is_private_and_ends_with_its_store(ends):
     assert wait_until(lambda: not os.path.exists(folder))
 
 
-def test_without_a_temporary_directory_only_what_is_stored_fails(monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
-    store = ResponseStore()
-    assert run(store.get(b"k", "a")) is None
-    with pytest.raises(ApiError, match=r"No such file.*store: false") as caught:
-        run(store.put(b"k", "a", ENTRY))
-    assert caught.value.status_code == 500
-    store.close()
+def test_a_store_of_no_entries_has_no_file_and_stores_nothing():
     nothing = ResponseStore(0)
     assert not run(nothing.put(b"k", "a", ENTRY))
     assert run(nothing.get(b"k", "a")) is None
     assert not run(nothing.delete(b"k", "a"))
+    assert nothing.path is None
 
 
 def test_a_temporary_file_ends_with_the_interpreter(tmp_path):
     code = "import asyncio; from dflash_jax.server.response_store import ResponseStore, StoredResponse\n"
-    code += (
-        "store = ResponseStore()\nasyncio.run(store.put(b'k', 'a', StoredResponse(b'x', b'y')))\nprint(store.folder)"
-    )
+    code += "store = ResponseStore()\nasyncio.run(store.put(b'k', 'a', StoredResponse(b'x', b'y')))\nprint(store.path)"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     folder = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     assert folder.startswith(f"{tmp_path}/")

@@ -7,7 +7,7 @@ import pytest
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.server.constraint import grammar_tokens
+from dflash_jax.server.grammar import grammar_tokens
 from tests.server.conftest import OFF
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.server import token_lists
-from dflash_jax.server.native_schema import GenerateRequest
+from dflash_jax.server.native import GenerateRequest
 from dflash_jax.server.schema import CompletionRequest, DetokenizeRequest
 from dflash_jax.server.token_lists import STEP_BYTES, WholeNumbers, parse
 

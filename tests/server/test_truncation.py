@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.server.responses import droppable
-from dflash_jax.server.responses_schema import InputItem
+from dflash_jax.server.responses_input import InputItem, droppable
 from tests.server.conftest import MESSAGES, TOOL
 
 WORDS = MESSAGES[0]["content"]

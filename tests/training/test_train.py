@@ -471,8 +471,8 @@ def test_features_of_another_target_are_refused(config, tmp_path):
         (["cache"], "cache needs --data"),
         (["teach"], "invalid choice"),
         (["fit", "--steps", "-5"], "steps -5: it must be 1 or more"),
-        (["fit", "--loss-vocabulary", "0"], "loss_vocabulary 0"),
-        (["fit", "--warm-up", "2"], "warm_up 2.0"),
+        (["fit", "--loss-vocabulary", "0"], "--loss-vocabulary 0"),
+        (["fit", "--warm-up", "2"], "--warm-up 2.0"),
         (["fit", "--config", "none.toml"], "none.toml cannot be read"),
     ],
 )

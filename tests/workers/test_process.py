@@ -14,9 +14,9 @@ from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.media.decoding import MediaDecoder
 from dflash_jax.media.processor import ImageSettings
-from dflash_jax.server.constraint import Constraint, grammar_tokens
+from dflash_jax.protocol import Form
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import GrammarProcesses
+from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.templates import Templates
 from dflash_jax.workers.process import STUCK_S, WorkerProcess
 from tests.media.encoded import encoded, picture
@@ -36,7 +36,7 @@ def image():
 
 def grammar():
     processes = GrammarProcesses(grammar_tokens(Tokenizer(TINY / "target"), 512, (2, 0)))
-    return processes, lambda: processes.grammar(Constraint("regex", "[ab]{2,40}c", "f").form())
+    return processes, lambda: processes.grammar(Form.of("regex", "[ab]{2,40}c", "f"))
 
 
 @pytest.mark.parametrize("kind", [template, image, grammar])

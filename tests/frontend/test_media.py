@@ -1,4 +1,3 @@
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,23 +8,16 @@ from transformers import Qwen3_5Config, Qwen3_5Model
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
+from dflash_jax.frontend.media import expand
 from dflash_jax.media.errors import MediaError
-from dflash_jax.media.expand import expand
 from dflash_jax.media.medium import Medium, PatchSettings
 from dflash_jax.media.video import VideoSettings, frame_timestamps
+from dflash_jax.models.config import MediaTokens
 
 SETTINGS = PatchSettings(patch_size=4)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    image: int = 90
-    video: int = 91
-    vision_start: int = 92
-    vision_end: int = 93
-
-
-TOKENS = Tokens()
+TOKENS = MediaTokens(90, 91, 92, 93)
 IMAGE, VIDEO, START, END = TOKENS.image, TOKENS.video, TOKENS.vision_start, TOKENS.vision_end
 
 
@@ -106,20 +98,20 @@ def test_positions_are_those_of_transformers(model, name):
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_spans_are_the_pads(name):
+def test_frames_are_the_pads(name):
     ids, media = PROMPTS[name]
     prompt = expand(ids, media, TOKENS, text_ids)
     pads = np.zeros(len(prompt.ids), bool)
-    for span in prompt.spans:
-        part = slice(span.start, span.start + span.tokens)
-        assert set(prompt.ids[part]) == {IMAGE if span.medium.kind == "image" else VIDEO}
+    for frame in prompt.frames:
+        part = slice(frame.start, frame.start + frame.length)
+        assert set(prompt.ids[part]) == {IMAGE if media[frame.medium].kind == "image" else VIDEO}
         assert not pads[part].any()
         pads[part] = True
     np.testing.assert_array_equal(pads, np.isin(prompt.ids, [IMAGE, VIDEO]))
     assert prompt.ids[prompt.is_given].tolist() == [i for i in ids if i not in (IMAGE, VIDEO)]
     # All rows of each medium, once and in order.
-    spans = [(span.medium, row) for span in prompt.spans for row in range(span.offset, span.offset + span.tokens)]
-    assert spans == [(medium, row) for medium in media for row in range(medium.tokens)]
+    rows = [(frame.medium, frame.offset + row) for frame in prompt.frames for row in range(frame.length)]
+    assert rows == [(i, row) for i, medium in enumerate(media) for row in range(medium.tokens)]
 
 
 def test_a_frame_follows_its_time_between_start_and_end():
@@ -163,7 +155,7 @@ def test_the_text_of_a_video_is_that_of_transformers():
 def test_media_are_taken_by_kind():
     first, second, film = image(1, 2), image(2, 1), video(1, 1, 1)
     prompt = expand([IMAGE, 1, VIDEO, 1, IMAGE, 1], [film, first, second], TOKENS, text_ids)
-    assert [span.medium for span in prompt.spans] == [first, film, second]
+    assert [frame.medium for frame in prompt.frames] == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
