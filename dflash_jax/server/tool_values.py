@@ -135,8 +135,9 @@ def as_text(value: Any) -> str:
 def value_of(text: str, kinds: Kinds) -> Any:
     """The value that a text between tags stands for: of the schema's types, or else the text itself."""
     stripped, types = text.strip(), kinds.types
-    if kinds.values is not None:
-        matching = [value for value in kinds.values if as_text(value) == text]
+    # Models write values of an enumeration in quotes, too.
+    for written in (text, stripped, unquoted(stripped)) if kinds.values is not None else ():
+        matching = [value for value in kinds.values or () if as_text(value) == written]
         if matching:
             return next((value for value in matching if isinstance(value, str)), matching[0])
     if "null" in types and (stripped == "null" or (stripped == "None" and "string" not in types)):
@@ -158,6 +159,15 @@ def value_of(text: str, kinds: Kinds) -> Any:
     return text
 
 
+def unquoted(text: str) -> str | None:
+    """The text of a JSON string; None for what is none."""
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
+
+
 def _number(text: str) -> int | float | None:
     try:
         value = loaded(text)
@@ -169,7 +179,7 @@ def _number(text: str) -> int | float | None:
 def structure(text: str) -> dict | list | None:
     """The object or list that a text is as JSON, or as a literal of Python; None where it is none."""
     try:
-        value = loaded(text)
+        value = loaded(text, strict=False)
     except RecursionError:
         return None
     except ValueError:

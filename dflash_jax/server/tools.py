@@ -34,21 +34,31 @@ from typing import Any
 from dflash_jax.frontend.reasoning import ReasoningSplitter, partial_marker
 from dflash_jax.json_text import loaded
 from dflash_jax.sampling_params import CLOSE
-from dflash_jax.server.tool_values import Kinds, kinds_of, structure, value_of
+from dflash_jax.server.tool_values import Kinds, kinds_of, structure, unquoted, value_of
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER, VALUE_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
+# Begins tags of parameters in values, too.
+OPENING = "<parameter"
 # Begins JSON of Llama 3, and divides its calls.
 PYTHON_TAG, NEXT = "<|python_tag|>", ";"
+# The name of an argument that has what is no object of arguments.
+RAW = "_raw"
 # Characters of a name. What is longer is none.
 LONGEST_NAME = 256
 _NAME, _OPEN_NAME = re.compile(r"([^<>\n]{1,256})>"), re.compile(r"<function=[^<>\n]{0,256}")
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)', re.S)
 # A call whose name is not known after this many characters is parsed at its end only.
 LONGEST_HEAD = 4096
-# What may end a value, alone or with the tag that follows it.
+# What may end a value, alone or with the tag that follows it. Models misspell the first one.
 _VALUE_MARKS = (VALUE_END, FUNCTION_END, END, "\n" + PARAMETER)
-_VALUE_MARK = re.compile("|".join(map(re.escape, _VALUE_MARKS)))
+_MISSPELT, _OPEN_MISSPELT = r"</parameter[\w/]{1,16}>", re.compile(r"</parameter[\w/]{0,16}\Z")
+_VALUE_MARK = re.compile("|".join([*map(re.escape, _VALUE_MARKS), _MISSPELT]))
+# Closing tags after a function that has ended.
+_STRAY, _OPEN_STRAY = (
+    re.compile(r"</(?:parameter|function)\w{0,16}>"),
+    re.compile(r"</(?:parameter|function)\w{0,16}\Z"),
+)
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
@@ -159,7 +169,7 @@ class ToolParser:
         self._span, self._kinds, self._key = _Span(), Kinds(frozenset()), ""
         self._known_kinds: dict[tuple[str, str], Kinds] = {}
         # Of a parameter: whether its text is passed on, and how much of the buffer has no end.
-        self._is_passed_on, self._searched = False, 0
+        self._is_passed_on, self._searched, self._open_tags = False, 0, 0
 
     @property
     def is_after_call(self) -> bool:
@@ -217,32 +227,43 @@ class ToolParser:
             return False
         self._add_text(out, before)
         self._buffer = mark + rest
-        body = rest.lstrip() if mark == START else self._buffer
-        is_json = mark == START and body.startswith("{")
-        name = self._name_of(body, FUNCTION)
-        if not is_json and name is None and (FUNCTION.startswith(body) or body.startswith(FUNCTION)):
-            return self._has_ended and self._as_text(out, mark, rest)
-        if is_json:
+        begins = self._after_start(out, rest.lstrip()) if mark == START else self._bare_function(out, self._buffer)
+        if begins is None:
+            # `finish` decides on an incomplete call.
+            return False
+        if not begins:
+            self._add_text(out, mark)
+            self._buffer = rest
+        return True
+
+    def _after_start(self, out: Parsed, body: str) -> bool | None:
+        """Begins the call after <tool_call>: whether there is one; None where it may come."""
+        if body.startswith("{"):
             self._raw, self._buffer, self._state = self._buffer[: -len(body)], body, "head"
             self._span = _Span()
             return True
-        if not name or (mark == FUNCTION and not self._is_call(name, body)):
-            if name and name in self.schemas and self._is_call(name, body) is None:
-                return False
-            return self._as_text(out, mark, rest)
-        self._begin_function(out, name, body, is_tagged=mark == START)
-        return True
+        if body.startswith(END):
+            # An empty call is none.
+            self._buffer = body[len(END) :]
+            return True
+        name, parameter = self._name_of(body, FUNCTION), self._name_of(body, PARAMETER)
+        if not name and parameter:
+            # The function's tag is missing.
+            owners = [tool for tool in self.schemas if parameter in self._properties(tool)]
+            name, body = (owners[0], ">" + body) if len(owners) == 1 else ("", body)
+        if name:
+            self._begin_function(out, name, body, is_tagged=True)
+            return True
+        is_open = None in (name, parameter) or END.startswith(body)
+        return None if is_open else False
 
-    def _as_text(self, out: Parsed, mark: str, rest: str) -> bool:
-        if self._has_ended:
-            # `finish` decides on an incomplete call.
-            if mark == START and not rest.strip():
-                return False
-            if mark == START and (FUNCTION.startswith(rest.lstrip()) or rest.lstrip().startswith(FUNCTION)):
-                return False
-        self._add_text(out, mark)
-        self._buffer = rest
-        return True
+    def _bare_function(self, out: Parsed, body: str) -> bool | None:
+        """As `_after_start`, of XML without <tool_call>."""
+        name = self._name_of(body, FUNCTION)
+        is_call = self._is_call(name, body) if name else False
+        if name and is_call:
+            self._begin_function(out, name, body, is_tagged=False)
+        return None if name is None and not self._has_ended else is_call
 
     def _name_of(self, text: str, tag: str) -> str | None:
         """The name in a tag at the beginning of a text: "" where it is none, None where it may come."""
@@ -294,8 +315,12 @@ class ToolParser:
         if text.startswith(END):
             self._buffer, self._state, self._is_after_call = text[len(END) :], "content", True
             return True
+        if match := _STRAY.match(text):
+            self._buffer = text[match.end() :]
+            return True
         name = self._name_of(text, FUNCTION)
-        if END.startswith(text) or (name is None and not self._has_ended):
+        may_be_stray = _OPEN_STRAY.match(text) or any(tag.startswith(text) for tag in (VALUE_END, FUNCTION_END))
+        if END.startswith(text) or ((name is None or may_be_stray) and not self._has_ended):
             self._buffer = "" if self._has_ended else self._buffer
             return False
         if name and (self._is_tagged or self._is_call(name, text)):
@@ -325,7 +350,10 @@ class ToolParser:
             self._close(out)
             self._buffer, self._state = text[len(FUNCTION_END) :], "tail"
             return True
-        is_open = name is None or any(tag.startswith(text) for tag in (FUNCTION_END, END, FUNCTION, START))
+        if text.startswith(VALUE_END):
+            self._buffer = text[len(VALUE_END) :]
+            return True
+        is_open = name is None or any(tag.startswith(text) for tag in (FUNCTION_END, END, FUNCTION, START, VALUE_END))
         if self._has_ended:
             self._close(out)
             self._buffer, self._state = "", "tail"
@@ -344,13 +372,15 @@ class ToolParser:
         self._buffer = mark + rest
         return True
 
+    def _properties(self, name: str) -> dict:
+        """The parameters of a tool; none of an unknown one."""
+        properties = self.schemas.get(name, {}).get("properties")
+        return properties if isinstance(properties, dict) else {}
+
     def _begin_value(self, out: Parsed, key: str, text: str) -> None:
         if (known := (self._name, key)) not in self._known_kinds:
-            schema = self.schemas.get(self._name, {})
-            properties = schema.get("properties")
-            self._known_kinds[known] = kinds_of((properties if isinstance(properties, dict) else {}).get(key), schema)
-        self._key, self._kinds = key, self._known_kinds[known]
-        self._add(out, self._member(key))
+            self._known_kinds[known] = kinds_of(self._properties(self._name).get(key), self.schemas.get(self._name))
+        self._key, self._kinds, self._open_tags = key, self._known_kinds[known], 0
         self._buffer, self._state, self._is_passed_on, self._searched = text, "value_start", False, 0
 
     def _in_value_start(self, out: Parsed) -> bool:
@@ -367,16 +397,20 @@ class ToolParser:
             kept = after
             if not self._is_passed_on and self._kinds.is_only_text(self._buffer[:kept]):
                 self._is_passed_on = True
-                self._add(out, '"')
+                self._add(out, self._member(self._key) + '"')
             if self._is_passed_on:
+                self._open_tags += _open_tags(self._buffer[:kept])
                 self._add(out, dumped(self._buffer[:kept])[1:-1])
                 self._buffer, self._searched = self._buffer[kept:], 0
             return False
         text = _without_break(self._buffer[:end])
         if self._is_passed_on:
             self._add(out, dumped(text)[1:-1] + '"')
-        else:
-            self._add(out, dumped(value_of(text, self._kinds)))
+        elif text.strip() or self._kinds.has_text:
+            self._add(out, self._member(self._key) + dumped(value_of(text, self._kinds)))
+        elif "null" in self._kinds.types:
+            # Nothing is no value of these types.
+            self._add(out, self._member(self._key) + "null")
         self._buffer, self._state = self._buffer[after:], "function"
         return True
 
@@ -394,8 +428,12 @@ class ToolParser:
         if self._has_ended:
             # The closing tag may have been begun.
             cut = partial_marker(text, VALUE_END, FUNCTION_END)
+            if misspelt := _OPEN_MISSPELT.search(text, max(0, len(text) - 32)):
+                cut = len(text) - misspelt.start()
             return len(text) - (cut if cut > 1 else 0), len(text)
-        kept = len(text) - partial_marker(text, *_VALUE_MARKS)
+        kept = len(text) - partial_marker(text, *_VALUE_MARKS, OPENING)
+        if misspelt := _OPEN_MISSPELT.search(text, max(0, len(text) - 32)):
+            kept = min(kept, misspelt.start())
         self._searched = max(at, kept)
         return None, _before_break(text, kept)
 
@@ -403,7 +441,12 @@ class ToolParser:
         """Whether a mark ends the value, None where that is not known yet; and from where the text is read on."""
         rest = self._buffer[end:].lstrip()
         if mark == VALUE_END:
-            return self._follows(rest, (PARAMETER, FUNCTION_END, END, FUNCTION)), end
+            # Models close a value twice, too; a value may itself have tags of this name.
+            is_own = self._open_tags + _open_tags(self._buffer[:start]) > 0
+            again = () if is_own else (VALUE_END,)
+            return self._follows(rest, (PARAMETER, FUNCTION_END, END, FUNCTION, *again)), end
+        if mark.startswith(VALUE_END[:-1]):
+            return self._follows(rest, (FUNCTION_END,)), end
         if mark == FUNCTION_END:
             return self._follows(rest, (END, FUNCTION)), start
         if mark == END:
@@ -412,8 +455,8 @@ class ToolParser:
         name = self._name_of(self._buffer[start + 1 :], PARAMETER)
         if name is None:
             return (False if self._has_ended else None), start
-        properties = self.schemas.get(self._name, {}).get("properties")
-        return bool(name) and (not isinstance(properties, dict) or name in properties) and name != self._key, start
+        properties = self._properties(self._name)
+        return bool(name) and (not properties or name in properties) and name != self._key, start
 
     def _follows(self, rest: str, tags: Sequence[str]) -> bool | None:
         """Whether one of the tags, or the end of the text, follows; None where that is not known yet."""
@@ -450,7 +493,7 @@ class ToolParser:
         """A JSON object that is a call if it has a name."""
         text = self._buffer
         match = _HEAD.match(text[:LONGEST_HEAD])
-        if match and (name := _string(match[1])):
+        if match and (name := unquoted(match[1])):
             self._begin(out, name)
             self._is_tagged, self._raw = not self._is_bare, ""
             self._buffer, self._state, self._span = text[match.end() :], "arguments", _Span()
@@ -482,9 +525,11 @@ class ToolParser:
         if end is None and not self._has_ended:
             return False
         text = self._buffer[:end].strip()
-        inner = _string(text) if text.startswith('"') else None
+        inner = unquoted(text) if text.startswith('"') else None
         value = structure(inner.strip()) if inner is not None else None
-        self._add(out, dumped(value) if isinstance(value, dict) else "{}" if text == "null" else _as_json(text))
+        if value is None:
+            value = {} if text in ("null", '""') else {RAW: json.loads(_as_json(text))}
+        self._add(out, dumped(value if isinstance(value, dict) else {RAW: value}))
         self._buffer, self._state = "" if end is None else self._buffer[end:], "rest"
         return True
 
@@ -503,7 +548,7 @@ class ToolParser:
         key_end = _Span().end(text) if text.startswith('"') else None
         if key_end is None and text.startswith('"') and not self._has_ended:
             return False
-        key = _string(text[:key_end]) if key_end is not None else None
+        key = unquoted(text[:key_end]) if key_end is not None else None
         rest = "" if key_end is None else text[key_end:].lstrip()
         if key is not None and rest.startswith(":") and (value := rest[1:].lstrip()):
             self._add(out, self._member(key))
@@ -558,7 +603,7 @@ class ToolParser:
             return False
         text = self._buffer[:end]
         value = structure(text)
-        members = value if isinstance(value, dict) else {"_raw": text[1:].strip()}
+        members = value if isinstance(value, dict) else {RAW: text[1:].strip()}
         for key, member in members.items():
             self._add(out, self._member(key) + dumped(member))
         self._close(out)
@@ -605,6 +650,11 @@ def _first(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
     return text[:at], mark, text[at + len(mark) :]
 
 
+def _open_tags(text: str) -> int:
+    """Tags of parameters that a text opens, less those that it closes."""
+    return text.count(OPENING) - text.count(VALUE_END)
+
+
 def _without_break(text: str) -> str:
     """A text without the line break at its end."""
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
@@ -613,14 +663,6 @@ def _without_break(text: str) -> str:
 def _before_break(text: str, end: int) -> int:
     """The index before the line break that may be the last one before ``end``."""
     return len(_without_break(text[:end].removesuffix("\r"))) if text[:end].endswith(("\n", "\r")) else end
-
-
-def _string(literal: str) -> str | None:
-    try:
-        value = json.loads(literal, strict=False)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
 
 
 def _as_json(text: str) -> str:
@@ -645,7 +687,9 @@ def _call_of(text: str) -> tuple[str, str] | None:
     if isinstance(arguments, str):
         inner = structure(arguments.strip())
         arguments = inner if isinstance(inner, dict) else arguments
-    return name, dumped({} if arguments is None else arguments)
+    if not isinstance(arguments, dict):
+        arguments = {RAW: arguments} if arguments else {}
+    return name, dumped(arguments)
 
 
 def joined(deltas: Sequence[CallDelta]) -> list[dict]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.server.errors import dumped
-from dflash_jax.server.grammar_source import call_grammar
+from dflash_jax.server.grammar_source import sources
 from dflash_jax.server.messages import _object
 from dflash_jax.server.tool_values import Kinds, kinds_of, structure, value_of
 from dflash_jax.server.tools import (
@@ -106,6 +106,26 @@ CASES = {
         [("g", "{}"), ONE],
     ),
     "A.\n\n" + tagged(X) + "\n\nB.\n" + tagged(name="g") + "\n": ("A.B.", [ONE, ("g", "{}")]),
+    # Tags that no one needs, or that are misspelt.
+    "<tool_call></tool_call>": ("", []),
+    "<tool_call>\n\n</tool_call>\nDone.": ("\nDone.", []),
+    "<tool_call>\n<parameter=x>\n1\n</parameter>\n</tool_call>": ("", [ONE]),
+    "<tool_call>\n<parameter=zz>\n1\n</parameter>\n</tool_call>": (
+        "<tool_call>\n<parameter=zz>\n1\n</parameter>\n</tool_call>",
+        [],
+    ),
+    tagged(X).replace("</function>", "</function>\n</function>\n</function_invocation>"): ("", [ONE]),
+    tagged(X, ("s", "a")).replace("</parameter>", "</parameter>\n</parameter>"): ("", [("f", '{"x": 1, "s": "a"}')]),
+    tagged(("s", "a")).replace("</parameter>", "</parameter1>"): ("", [("f", '{"s": "a"}')]),
+    tagged(("s", "a")).replace("</parameter>", "</parameter/>"): ("", [("f", '{"s": "a"}')]),
+    tagged(("s", "a </parameter1> b")): ("", [("f", '{"s": "a </parameter1> b"}')]),
+    tagged(("s", "<parameter>a</parameter>")): ("", [("f", '{"s": "<parameter>a</parameter>"}')]),
+    tagged(("s", "a")).replace("\n</parameter>", "</parameter>"): ("", [("f", '{"s": "a"}')]),
+    # Nothing is a text, and no number.
+    tagged(("x", ""), ("s", "a")): ("", [("f", '{"s": "a"}')]),
+    tagged(("x", " \n")): ("", [("f", "{}")]),
+    # A text is as it was written.
+    tagged(("s", '{"a": "\\(&amp;"}')): ("", [("f", '{"s": "{\\"a\\": \\"\\\\(&amp;\\"}"}')]),
     # Tags inside a value.
     tagged(("s", "End </parameter> of")): ("", [("f", '{"s": "End </parameter> of"}')]),
     tagged(("s", "End </function> of")): ("", [("f", '{"s": "End </function> of"}')]),
@@ -145,6 +165,8 @@ CASES = {
     as_json('{"s": {what}}'): ("", [("f", '{"s": "{what}"}')]),
     as_json("null"): ("", [("f", "{}")]),
     as_json('"{\\"x\\": 1}"') + "\n": ("", [ONE]),
+    as_json('"<x>1</x>"'): ("", [("f", '{"_raw": "<x>1</x>"}')]),
+    as_json("1").replace("}\n", "}\n</parameter>\n</function>\n"): ("", [("f", '{"_raw": 1}')]),
     '<tool_call>\n{"name": "f", "arguments": {"x": "cut of': ("", [("f", '{"x": "cut of"}')]),
     "a < b <tool b": ("a < b <tool b", []),
     "ends\n\n": ("ends\n\n", []),
@@ -246,7 +268,7 @@ def test_texts_are_streamed_as_they_come(opening, told):
     parser = ToolParser(SCHEMAS)
     parser.push(opening)
     found = ["".join(call.arguments for call in parser.push(word).calls) for word in ("one ", "two ", "three")]
-    assert "".join(found).removeprefix('"').replace(" ", "") == "onetwothree"
+    assert "".join(found).replace(" ", "").endswith("onetwothree")
     assert all(word.strip() in piece for word, piece in zip(told, found, strict=True))
 
 
@@ -299,6 +321,8 @@ VALUES = [
     ({"enum": ["1"]}, "1", "1"),
     ({"enum": [1, "1"]}, "1", "1"),
     ({"enum": [1, 2]}, "2", 2),
+    ({"anyOf": [{"type": "string", "enum": ["a"]}, {"const": "b"}]}, '"b"', "b"),
+    (STRING, '"b"', '"b"'),
     ({"const": "1"}, "1", "1"),
     ({"const": 1}, "1", 1),
     ({"type": "boolean"}, "True", True),
@@ -313,6 +337,7 @@ VALUES = [
     (INTEGER, "9" * 400, "9" * 400),
     ({"type": "array"}, "['a']", ["a"]),
     (OBJECT, "{'a': True}", {"a": True}),
+    ({"type": "array"}, '[{"a": "b\nc"}]', [{"a": "b\nc"}]),
     (OBJECT, "{1, 2}", "{1, 2}"),
     (OBJECT, "{'a': open('x')}", "{'a': open('x')}"),
 ]
@@ -349,8 +374,8 @@ def test_literals_that_are_none_are_text(text):
 def test_the_grammar_of_calls_reads_a_schema_as_the_parser_does(schema):
     """Where any text is a value, the grammar lets any text in; where some values are, only these."""
     tool = {"name": "f", "parameters": ROOT | {"type": "object", "properties": {"p": schema}, "required": ["p"]}}
-    options = {"most": 1, "start": '"<tool_call>"', "end": '"</tool_call>"'}
-    grammar = call_grammar({"tools": [tool], "xml": True, **options}, close=lambda x: x)
+    options = {"most": 1, "start": '"<tool_call>"', "end": '"</tool_call>"', "xml": True}
+    (grammar, _), *_ = sources("calls", {"tools": [tool]} | options, lambda text: [text])
     (rule,) = re.findall(r"^call_0_0(?:\[.*\])?: (.*)$", grammar, re.M)
     kinds = kinds_of(schema, ROOT)
     assert ("(?s:.*)" in rule) == kinds.has_text
