@@ -59,6 +59,7 @@ _STRAY, _OPEN_STRAY = (
     re.compile(r"</(?:parameter|function)\w{0,16}>"),
     re.compile(r"</(?:parameter|function)\w{0,16}\Z"),
 )
+_BLANK = re.compile(r"\s*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
@@ -108,6 +109,7 @@ class _Span:
 
     def __init__(self):
         self._depth, self._is_string, self._is_escaped, self._read = 0, False, False, 0
+        self._end: int | None = None
 
     def end(self, text: str) -> int | None:
         """The index after the value, or of what ends it early; None where it may go on.
@@ -115,6 +117,11 @@ class _Span:
         Args:
             text: The text from the value's beginning, which only grows.
         """
+        if self._end is None:
+            self._end = self._find(text)
+        return self._end
+
+    def _find(self, text: str) -> int | None:
         for i in range(self._read, len(text)):
             c = text[i]
             if self._is_string:
@@ -163,13 +170,16 @@ class ToolParser:
         self._state, self._buffer, self._has_ended = "start" if is_bare else "content", "", False
         # What is content if what follows it turns out to be no call.
         self._raw = ""
-        # Whitespace that is content if text follows it.
-        self._space, self._has_content, self._is_after_call = "", False, False
+        # Whitespace that is content if text follows it, in pieces.
+        self._spaces: list[str] = []
+        self._has_content = self._is_after_call = False
         self._name, self._members, self._is_tagged = "", 0, False
         self._span, self._kinds, self._key = _Span(), Kinds(frozenset()), ""
         self._known_kinds: dict[tuple[str, str], Kinds] = {}
         # Of a parameter: whether its text is passed on, and how much of the buffer has no end.
-        self._is_passed_on, self._searched, self._open_tags = False, 0, 0
+        self._is_passed_on, self._searched = False, 0
+        # Tags of parameters that it opens and does not close, in so much of the buffer.
+        self._open_tags = self._counted = 0
 
     @property
     def is_after_call(self) -> bool:
@@ -194,7 +204,7 @@ class ToolParser:
         elif self._state == "content" and not (self._is_forced or (is_cut and START in self._buffer)):
             self._add_text(out, self._buffer)
         if self._state in ("start", "content") and not self._is_forced:
-            out.content, self._space = out.content + self._space, ""
+            out.content += self._take_spaces()
         self._buffer = self._raw = ""
         return out
 
@@ -205,10 +215,16 @@ class ToolParser:
         if self._is_after_call:
             text = text.lstrip("\n")
             self._is_after_call = not text
-        text = self._space + text
-        kept = len(text.rstrip("\n")) if self.count or self._has_content or text.strip() else 0
-        out.content, self._space = out.content + text[:kept], text[kept:]
         self._has_content |= bool(text.strip())
+        kept = len(text.rstrip("\n")) if self.count or self._has_content else 0
+        if kept:
+            out.content += self._take_spaces() + text[:kept]
+        if kept < len(text):
+            self._spaces.append(text[kept:])
+
+    def _take_spaces(self) -> str:
+        spaces, self._spaces = "".join(self._spaces), []
+        return spaces
 
     def _in_content(self, out: Parsed) -> bool:
         if self._is_after_call:
@@ -288,10 +304,8 @@ class ToolParser:
     # Calls.
 
     def _begin(self, out: Parsed, name: str) -> None:
-        if not self._has_content:
-            self._space = ""
-        self._space = self._space.rstrip("\n")
-        out.content, self._space = out.content + self._space, ""
+        spaces = self._take_spaces()
+        out.content += spaces.rstrip("\n") if self._has_content else ""
         out.calls.append(CallDelta(self.count, "", f"call_{secrets.token_hex(12)}", name))
         self._name, self._members, self._is_after_call = name, 0, False
         self.count += 1
@@ -380,7 +394,8 @@ class ToolParser:
     def _begin_value(self, out: Parsed, key: str, text: str) -> None:
         if (known := (self._name, key)) not in self._known_kinds:
             self._known_kinds[known] = kinds_of(self._properties(self._name).get(key), self.schemas.get(self._name))
-        self._key, self._kinds, self._open_tags = key, self._known_kinds[known], 0
+        self._key, self._kinds = key, self._known_kinds[known]
+        self._open_tags = self._counted = 0
         self._buffer, self._state, self._is_passed_on, self._searched = text, "value_start", False, 0
 
     def _in_value_start(self, out: Parsed) -> bool:
@@ -399,9 +414,9 @@ class ToolParser:
                 self._is_passed_on = True
                 self._add(out, self._member(self._key) + '"')
             if self._is_passed_on:
-                self._open_tags += _open_tags(self._buffer[:kept])
+                self._count_tags(kept)
                 self._add(out, dumped(self._buffer[:kept])[1:-1])
-                self._buffer, self._searched = self._buffer[kept:], 0
+                self._buffer, self._searched, self._counted = self._buffer[kept:], 0, self._counted - kept
             return False
         text = _without_break(self._buffer[:end])
         if self._is_passed_on:
@@ -439,11 +454,11 @@ class ToolParser:
 
     def _ends_value(self, mark: str, start: int, end: int) -> tuple[bool | None, int]:
         """Whether a mark ends the value, None where that is not known yet; and from where the text is read on."""
-        rest = self._buffer[end:].lstrip()
+        rest = self._after(end)
         if mark == VALUE_END:
             # Models close a value twice, too; a value may itself have tags of this name.
-            is_own = self._open_tags + _open_tags(self._buffer[:start]) > 0
-            again = () if is_own else (VALUE_END,)
+            self._count_tags(start)
+            again = () if self._open_tags > 0 else (VALUE_END,)
             return self._follows(rest, (PARAMETER, FUNCTION_END, END, FUNCTION, *again)), end
         if mark.startswith(VALUE_END[:-1]):
             return self._follows(rest, (FUNCTION_END,)), end
@@ -457,6 +472,15 @@ class ToolParser:
             return (False if self._has_ended else None), start
         properties = self._properties(self._name)
         return bool(name) and (not properties or name in properties) and name != self._key, start
+
+    def _after(self, start: int) -> str:
+        """The text from an index on, without whitespace before it, as far as tags need it."""
+        match = _BLANK.match(self._buffer, start)
+        return self._buffer[match.end() : match.end() + len(VALUE_END)] if match else ""
+
+    def _count_tags(self, end: int) -> None:
+        text, self._counted = self._buffer[self._counted : end], max(end, self._counted)
+        self._open_tags += text.count(OPENING) - text.count(VALUE_END)
 
     def _follows(self, rest: str, tags: Sequence[str]) -> bool | None:
         """Whether one of the tags, or the end of the text, follows; None where that is not known yet."""
@@ -485,8 +509,7 @@ class ToolParser:
 
     def _in_text(self, out: Parsed) -> bool:
         """Text without calls."""
-        out.content += self._space + self._buffer
-        self._space = self._buffer = ""
+        out.content, self._buffer = out.content + self._take_spaces() + self._buffer, ""
         return False
 
     def _in_head(self, out: Parsed) -> bool:
@@ -519,7 +542,7 @@ class ToolParser:
     def _in_arguments(self, out: Parsed) -> bool:
         """At the value of "arguments"."""
         if self._buffer.startswith("{"):
-            self._buffer, self._state = self._buffer[1:], "members"
+            self._buffer, self._state, self._span = self._buffer[1:], "members", _Span()
             return True
         end = self._span.end(self._buffer)
         if end is None and not self._has_ended:
@@ -530,7 +553,7 @@ class ToolParser:
         if value is None:
             value = {} if text in ("null", '""') else {RAW: json.loads(_as_json(text))}
         self._add(out, dumped(value if isinstance(value, dict) else {RAW: value}))
-        self._buffer, self._state = "" if end is None else self._buffer[end:], "rest"
+        self._buffer, self._state, self._span = "" if end is None else self._buffer[end:], "rest", _Span()
         return True
 
     def _in_members(self, out: Parsed) -> bool:
@@ -541,11 +564,13 @@ class ToolParser:
             return False
         if not text or text.startswith(("}", END)):
             self._close(out)
-            self._buffer, self._state = text.removeprefix("}"), "rest"
+            self._buffer, self._state, self._span = text.removeprefix("}"), "rest", _Span()
             return bool(text)
         if END.startswith(text) and not self._has_ended:
             return False
-        key_end = _Span().end(text) if text.startswith('"') else None
+        if text != self._buffer:
+            self._buffer, self._span = text, _Span()
+        key_end = self._span.end(text) if text.startswith('"') else None
         if key_end is None and text.startswith('"') and not self._has_ended:
             return False
         key = unquoted(text[:key_end]) if key_end is not None else None
@@ -584,7 +609,7 @@ class ToolParser:
         self._add(out, "".join(parts) + ('"' if is_over else ""))
         self._buffer = text[at:]
         if is_over:
-            self._buffer, self._state = text[at + 1 :], "members"
+            self._buffer, self._state, self._span = text[at + 1 :], "members", _Span()
         return is_over
 
     def _in_member(self, out: Parsed) -> bool:
@@ -593,7 +618,7 @@ class ToolParser:
         if end is None and not self._has_ended:
             return False
         self._add(out, _as_json(self._buffer[:end].strip()))
-        self._buffer, self._state = "" if end is None else self._buffer[end:], "members"
+        self._buffer, self._state, self._span = "" if end is None else self._buffer[end:], "members", _Span()
         return True
 
     def _in_broken(self, out: Parsed) -> bool:
@@ -607,7 +632,7 @@ class ToolParser:
         for key, member in members.items():
             self._add(out, self._member(key) + dumped(member))
         self._close(out)
-        self._buffer, self._state = "" if end is None else self._buffer[end:], "rest"
+        self._buffer, self._state, self._span = "" if end is None else self._buffer[end:], "rest", _Span()
         return True
 
     def _in_rest(self, out: Parsed) -> bool:
@@ -621,9 +646,9 @@ class ToolParser:
         if text.startswith(('"', ":")):
             # The name or the value of another member.
             rest = text.removeprefix(":").lstrip()
-            if (end := _Span().end(rest)) is None:
+            if (end := self._span.end(rest)) is None:
                 return False
-            self._buffer = rest[end:]
+            self._buffer, self._span = rest[end:], _Span()
             return True
         self._state = self._after_json
         return True
@@ -648,11 +673,6 @@ def _first(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
         return text, "", ""
     at, mark = min(places)
     return text[:at], mark, text[at + len(mark) :]
-
-
-def _open_tags(text: str) -> int:
-    """Tags of parameters that a text opens, less those that it closes."""
-    return text.count(OPENING) - text.count(VALUE_END)
 
 
 def _without_break(text: str) -> str:
