@@ -10,14 +10,19 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[^\s{}\[\],:"]+', re.DOTALL)
 
 
-def loaded(text: str) -> Any:
+def loaded(text: str, strict: bool = True) -> Any:
     """The value of a model's JSON. What looks like a number and is none of JSON, or too large, is text.
+
+    Args:
+        text: The JSON.
+        strict: Whether line breaks and other control characters in strings are errors.
 
     Raises:
         ValueError: It is no JSON.
         RecursionError: It is nested too deeply.
     """
-    return json.loads(text, parse_constant=str, parse_float=_number(float), parse_int=_number(int))
+    numbers = {"parse_float": _number(float), "parse_int": _number(int)}
+    return json.loads(text, strict=strict, parse_constant=str, **numbers)
 
 
 def _number(kind: type[float] | type[int]):

@@ -72,13 +72,13 @@ class CallEnd(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         is_thinking: Whether the text begins inside a thought.
-        is_xml: Whether calls are in the XML format.
+        is_bare: Whether calls are JSON without tags.
         tools: JSON schema of each tool's parameters, by name, as JSON.
         is_forced: Whether the text consists of calls only.
     """
 
     is_thinking: bool
-    is_xml: bool
+    is_bare: bool
     tools: str
     is_forced: bool
 

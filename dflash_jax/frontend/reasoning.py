@@ -92,19 +92,24 @@ class ReasoningSplitter:
             else:
                 self._state, self._is_at_start = "content", False
         if self._state == "reasoning":
-            thought, closed, rest = self._buffer.partition(CLOSE)
-            if closed:
+            end, after = self._end_of_thought(self._buffer)
+            thought, rest = self._buffer[:end], self._buffer[after:]
+            if after is not None:
                 self._state, self._buffer = "content", ""
                 thought = self._without_leading_space(thought).rstrip()
                 self._is_at_start = True
                 return thought, self._without_leading_space(rest)
             # Blank lines before the closing tag are not part of the thought.
-            keep = len(thought) - partial_marker(thought, CLOSE)
-            keep = len(thought[:keep].rstrip())
-            self._buffer = thought[keep:]
+            keep = len(thought.rstrip())
+            self._buffer = self._buffer[keep:]
             return self._without_leading_space(thought[:keep]), ""
         rest, self._buffer = self._buffer, ""
         return "", self._without_leading_space(rest)
+
+    def _end_of_thought(self, text: str) -> tuple[int, int | None]:
+        """(end of the thought, index of what follows it), or (length of what is certainly in it, None)."""
+        end = text.find(CLOSE)
+        return (len(text) - partial_marker(text, CLOSE), None) if end < 0 else (end, end + len(CLOSE))
 
     def finish(self) -> tuple[str, str]:
         """Splits the text that was held back, at the end of the text."""

@@ -19,7 +19,7 @@ from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
+from dflash_jax.server.tools import AnswerSplitter, CallDelta, ToolParser, call_at_end, is_xml
 
 
 @dataclass
@@ -113,7 +113,8 @@ class Parser:
             shown: How reasoning is shown.
             has_one_call: Whether calls after the first one are left out.
         """
-        self._splitter, self._tools, self._shown = ReasoningSplitter(is_thinking), tools, shown
+        self._splitter = ReasoningSplitter(is_thinking) if tools is None else AnswerSplitter(is_thinking)
+        self._tools, self._shown, self._thought = tools, shown, ""
         self._has_one_call = has_one_call
         # Reasoning that is not shown yet, and text that may still turn out to be reasoning.
         self._reasoning = self._undecided = ""
@@ -153,21 +154,25 @@ class Parser:
                 break
             was_reasoning = self._splitter.is_reasoning
             thought, content = self._splitter.push(piece.text[at:end])
+            self._thought += thought
             self.reasoning_tokens += was_reasoning or self._splitter.is_reasoning
             reasoning, at = reasoning + thought, end
             if content:
                 return reasoning, content + self._splitter.push(piece.text[at:])[1]
         thought, content = self._splitter.push(piece.text[at:])
+        self._thought += thought
         return reasoning + thought, content
 
     def finish(self, sequence: TextSequence) -> Delta:
         """Parses the end of the text."""
-        reasoning, content = self._splitter.finish()
+        is_open, (reasoning, content) = self._splitter.is_reasoning, self._splitter.finish()
         delta = self._parsed(self._due(reasoning, is_ended=True), content)
         if self._tools is not None:
-            last = self._tools.finish(
-                is_cut=sequence.request.finish_reason == "length" or isinstance(sequence.matched, str)
-            )
+            is_cut = sequence.request.finish_reason == "length" or isinstance(sequence.matched, str)
+            last = self._tools.finish(is_cut)
+            if is_open and not is_cut:
+                last = call_at_end(self._thought + reasoning, self._tools.schemas)
+                self._tools.count += len(last.calls)
             delta.content += last.content
             delta.calls += self._allowed_calls(last.calls)
         return delta
@@ -196,6 +201,7 @@ class Conversation:
         thought: Where reasoning stands when the answer begins: "open", "possible" or "none".
         tools: Schemas of the tools' parameters by name.
         xml: Whether calls are in Qwen's XML format.
+        is_bare: Whether they are JSON without tags.
         echoed: Text that the answer begins with.
         is_forced: Whether the answer must consist of calls.
         has_one_call: Whether the answer ends after its first call.
@@ -206,6 +212,7 @@ class Conversation:
     thought: str
     tools: dict[str, dict]
     xml: bool
+    is_bare: bool = False
     echoed: str = ""
     is_forced: bool = False
     has_one_call: bool = False
@@ -213,14 +220,14 @@ class Conversation:
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
-        tools = ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
+        tools = ToolParser(self.tools, self.is_forced, self.is_bare) if self.tools else None
         return Parser(self.thought == "open", tools, shown, self.has_one_call)
 
     def ends(self) -> CallEnd | None:
         """The end condition of a choice beside its stop strings; None without one."""
         if not self.has_one_call or not self.tools:
             return None
-        return CallEnd(self.thought == "open", self.xml, json.dumps(self.tools), self.is_forced)
+        return CallEnd(self.thought == "open", self.is_bare, json.dumps(self.tools), self.is_forced)
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:

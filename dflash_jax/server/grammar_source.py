@@ -13,7 +13,8 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.server.structural_tag import structural_tag_grammar
-from dflash_jax.server.tools import START, as_xml, is_text
+from dflash_jax.server.tool_values import as_text, kinds_of
+from dflash_jax.server.tools import START
 
 # Whitespace between two tokens of JSON. It is bounded because small models tend to write endless line breaks.
 WHITESPACE = r"[ \t\n\r]{0,64}"
@@ -109,11 +110,11 @@ def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
     """The rules of one call. Parameters are in the schema's order; those that are not required are optional."""
     required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
     for j, (key, parameter) in enumerate((schema.get("properties") or {}).items()):
-        parameter, value = parameter if isinstance(parameter, dict) else {}, f"{rule}_{j}"
+        kinds, value = kinds_of(parameter, schema), f"{rule}_{j}"
         begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
-        if isinstance(parameter.get("enum"), list):
-            rules.append(f"{value}: " + " | ".join(json.dumps(as_xml(c)) for c in parameter["enum"]))
-        elif is_text(parameter):
+        if kinds.values:
+            rules.append(f"{value}: " + " | ".join(json.dumps(as_text(c)) for c in kinds.values))
+        elif kinds.has_text:
             # Free text reaches to the end of the parameter.
             rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
             closing = ""

@@ -145,7 +145,7 @@ def test_a_demanded_call_can_be_read_again(tokens, xml):
         text = draw(tokens, source, seed, most=300)
         if text[-1] not in tokens.stop_ids:
             continue
-        parser = ToolParser(xml, schemas)
+        parser = ToolParser(schemas)
         parsed = [parser.push(tokenizer.decode(text)), parser.finish()]
         assert "".join(p.content for p in parsed).strip() == ""
         for call in joined([c for p in parsed for c in p.calls]):

@@ -132,11 +132,11 @@ def test_in_the_other_interfaces(quiet):
         ("<tool_call>\n<function=f>\n</function>\n", False),
         ("<tool_call>\nno call\n</tool_call>", False),
         ("text", False),
-        ("<think>\n<tool_call>\n<function=f>\n</function>\n</tool_call>", False),
+        ("<think>\n<tool_call>\n<function=f>\n</function>\n</tool_call>", True),
         ("<think>\n</tool_call></think><tool_call>\n<function=f>\n</function>\n</tool_call>", True),
     ],
 )
 def test_where_a_first_call_ends(text, ended):
-    """By characters. A call in a thought is none."""
-    first = FirstCall(False, True, json.dumps({"f": {}}), False)
+    """By characters. A call ends a thought."""
+    first = FirstCall(False, False, json.dumps({"f": {}}), False)
     assert [first(character) for character in text][-1] is ended
