@@ -21,8 +21,7 @@ def loaded(text: str, strict: bool = True) -> Any:
         ValueError: It is no JSON.
         RecursionError: It is nested too deeply.
     """
-    numbers = {"parse_float": _number(float), "parse_int": _number(int)}
-    return json.loads(text, strict=strict, parse_constant=str, **numbers)
+    return json.loads(text, strict=strict, parse_constant=str, parse_float=_number(float), parse_int=_number(int))
 
 
 def _number(kind: type[float] | type[int]):
