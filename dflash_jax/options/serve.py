@@ -25,6 +25,17 @@ program's name replaced."""
 KEYS_VARIABLE = "DFLASH_API_KEY"
 # Of SGLang; what they switch on is always on here.
 VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
+# vLLM's and SGLang's names of how a model writes calls: Qwen's XML or JSON between tags, or JSON without them.
+TOOL_CALL_PARSERS = {
+    **dict.fromkeys(("xml", "qwen3_coder", "qwen3_xml"), "xml"),
+    **dict.fromkeys(("json", "hermes", "qwen", "qwen25", "qwen3"), "json"),
+    **dict.fromkeys(("llama3_json", "llama3", "llama4_json"), "bare"),
+}
+# Their names of how it writes thoughts: between tags (False), or from the beginning of every answer (True).
+REASONING_PARSERS = {
+    **dict.fromkeys(("tags", "qwen3", "qwen3-nothink", "glm45"), False),
+    **dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3-thinking"), True),
+}
 # The group of options that a server without a socket does not have.
 HTTP = "http"
 _http, _answers, _load = (partial(option, group=title) for title in (HTTP, "answers", "load"))
@@ -124,6 +135,18 @@ class ServeOptions(LLMOptions, CommandOptions):
     )
     enable_request_id_headers: bool | None = _answers(
         None, "X-Request-Id in every answer: the request's own, or a fresh one"
+    )
+    tool_call_parser: str | None = _answers(
+        None,
+        "how the model writes calls, for tool_choice and for texts without tags (default: as the chat template shows); "
+        "Qwen's two forms are read beside each other in any case",
+        choices=tuple(TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str | None = _answers(
+        None,
+        "how it writes thoughts: between tags, or from the beginning of every answer (default: as the chat template "
+        "shows)",
+        choices=tuple(REASONING_PARSERS),
     )
     max_total_tokens: int | None = _load(
         None, "tokens in the caches of all requests and known prefixes (default: as many as fit)", "N", least=1

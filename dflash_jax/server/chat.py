@@ -40,8 +40,8 @@ def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:
     return tag if len(tokenizer.encode_plain(tag)) == 1 else json.dumps(tag)
 
 
-def calls_form(serving: Serving, body: chat_schema.ChatRequest, xml: bool) -> Form | None:
-    """The form of the calls that ``tool_choice`` asks for; None without one.
+def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> Form | None:
+    """The form of the calls that ``tool_choice`` asks for, in a syntax of `Serving.call_syntax`; None without one.
 
     Raises:
         ApiError: A tool is missing, or structured output is not available.
@@ -61,7 +61,7 @@ def calls_form(serving: Serving, body: chat_schema.ChatRequest, xml: bool) -> Fo
     if tokenizer is None or tokenizer.file is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
     start, end = (tag_in_lark(tokenizer, tag) for tag in (START, END))
-    calls = {"tools": tools, "most": 8 if several else 1, "xml": xml, "start": start, "end": end}
+    calls = {"tools": tools, "most": 8 if several else 1, "syntax": syntax, "start": start, "end": end}
     return prepare.checked_form("calls", calls | {"optional": not body.must_call}, "tools")
 
 
@@ -105,7 +105,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     last, place = body.messages[-1], len(body.messages) - 1
     talk.echoed = text_of(last.content, f"messages[{place}]") if body.echo and last.role == "assistant" else ""
     most = serving.check_room(talk.prompt, most, "messages")
-    form, calls = prepare.form_of(body), calls_form(serving, body, talk.xml)
+    form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
     if form and calls:
         raise ApiError(400, f"{form.field} and tool_choice each ask for a form: give one of them", form.field)
     talk.is_forced = body.must_call

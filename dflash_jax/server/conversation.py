@@ -19,7 +19,7 @@ from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.tools import AnswerSplitter, CallDelta, ToolParser, call_at_end, is_xml
+from dflash_jax.server.tools import AnswerSplitter, CallDelta, ToolParser, call_at_end, syntax_of
 
 
 @dataclass
@@ -200,8 +200,7 @@ class Conversation:
         prompt: Token ids.
         thought: Where reasoning stands when the answer begins: "open", "possible" or "none".
         tools: Schemas of the tools' parameters by name.
-        xml: Whether calls are in Qwen's XML format.
-        is_bare: Whether they are JSON without tags.
+        syntax: How the model writes calls, as `Serving.call_syntax`.
         echoed: Text that the answer begins with.
         is_forced: Whether the answer must consist of calls.
         has_one_call: Whether the answer ends after its first call.
@@ -211,8 +210,7 @@ class Conversation:
     prompt: list[int]
     thought: str
     tools: dict[str, dict]
-    xml: bool
-    is_bare: bool = False
+    syntax: str
     echoed: str = ""
     is_forced: bool = False
     has_one_call: bool = False
@@ -220,14 +218,14 @@ class Conversation:
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
-        tools = ToolParser(self.tools, self.is_forced, self.is_bare) if self.tools else None
+        tools = ToolParser(self.tools, self.is_forced, self.syntax == "bare") if self.tools else None
         return Parser(self.thought == "open", tools, shown, self.has_one_call)
 
     def ends(self) -> CallEnd | None:
         """The end condition of a choice beside its stop strings; None without one."""
         if not self.has_one_call or not self.tools:
             return None
-        return CallEnd(self.thought == "open", self.is_bare, json.dumps(self.tools), self.is_forced)
+        return CallEnd(self.thought == "open", self.syntax == "bare", json.dumps(self.tools), self.is_forced)
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:
@@ -358,6 +356,7 @@ async def converse(
         thought = "open" if is_cut_in_thought(content) else "none"
     else:
         closed = text.rstrip().endswith(CLOSE)
-        thought = "open" if is_open(text) else "possible" if OPEN in template and not closed else "none"
+        is_begun = is_open(text) or (serving.begins_in_thought and not closed)
+        thought = "open" if is_begun else "possible" if OPEN in template and not closed else "none"
     schemas = {t.function.name: t.function.parameters or {} for t in tools or ()}
-    return Conversation(prompt, thought, schemas, is_xml(template), media=media)
+    return Conversation(prompt, thought, schemas, serving.call_syntax or syntax_of(template), media=media)

@@ -83,24 +83,30 @@ def _calls(value: dict, close) -> str:
     """The grammar of tool calls, with whitespace as Qwen writes it.
 
     Args:
-        value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``xml`` (Qwen's XML format), ``start`` and
-            ``end`` (the tags around a call, in Lark), ``optional`` (whether text around calls, and no call, are
-            allowed).
+        value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``syntax`` (as `Serving.call_syntax`),
+            ``start`` and ``end`` (the tags around a call, in Lark), ``optional`` (whether text around calls, and no
+            call, are allowed).
         close: Transforms each tool's schema.
     """
-    rules, names = [], []
+    rules, names, is_bare = [], [], value["syntax"] == "bare"
     for i, tool in enumerate(value["tools"]):
         schema = close(tool.get("parameters") or {"type": "object"})
         names.append(f"call_{i}")
-        if value["xml"]:
+        if value["syntax"] == "xml":
             rules += _xml_call(f"call_{i}", tool["name"], schema)
         else:
-            head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
+            key = "parameters" if is_bare else "arguments"
+            head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{key}": ')
             arguments = f"arguments_{i}: %json {json.dumps(_lenient(schema))}"
             rules.append(f'call_{i}: {head} arguments_{i} "}}"\n{arguments}')
-    calls = f'one ("\\n" one){{0,{value["most"] - 1}}}' if value["most"] > 1 else "one"
-    one = f'one: {value["start"]} "\\n" ({" | ".join(names)}) "\\n" {value["end"]}'
-    if value.get("optional"):
+    between = json.dumps("; " if is_bare else "\n")
+    calls = f"one ({between} one){{0,{value['most'] - 1}}}" if value["most"] > 1 else "one"
+    any_call = " | ".join(names)
+    one = f"one: {any_call}" if is_bare else f'one: {value["start"]} "\\n" ({any_call}) "\\n" {value["end"]}'
+    if value.get("optional") and is_bare:
+        calls = f"TEXT | {calls}"
+        rules.append(r"TEXT: /(?s:[^{].*)/")
+    elif value.get("optional"):
         calls = f"TEXT? (one TEXT?){{0,{value['most']}}}"
         rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){START}(?s:.*)/")
     return LLMatcher.grammar_from_lark("\n".join([f"start: {calls}", one, *rules]))

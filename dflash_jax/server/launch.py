@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 
 from dflash_jax.errors import InputError
+from dflash_jax.options.serve import REASONING_PARSERS, TOOL_CALL_PARSERS
 from dflash_jax.options.systems import llm_keywords
 from dflash_jax.parallel.devices import set_platform
 from dflash_jax.progress import starting
@@ -125,6 +126,10 @@ def serving_of(args, llm, engine, store, fronts: int = 1):
     )
     options = {"response_store": store, "stream_interval": args.stream_interval}
     options["keep_alive_s"] = args.sse_keep_alive_interval
+    if args.tool_call_parser is not None:
+        options["call_syntax"] = TOOL_CALL_PARSERS[args.tool_call_parser]
+    if args.reasoning_parser is not None:
+        options["begins_in_thought"] = REASONING_PARSERS[args.reasoning_parser]
     return Serving(llm, engine, model_names(args), limits, additions=Additions.of_arguments(args), **options)
 
 

@@ -80,6 +80,8 @@ class Serving:
         stream_interval: Tokens between two pieces of a text. The first and the last piece never wait.
         keep_alive_s: Seconds without an event after which a stream says that it goes on; 0 for never.
         additions: Additions to all answers.
+        call_syntax: How the model writes calls, "xml", "json" or "bare" (JSON without tags); None: as its template.
+        begins_in_thought: Whether every answer begins in a thought that no tag closes before.
         on_begin, on_end: Observers of all requests, as of `RequestContext`.
         created: When the server started, in seconds since the epoch.
         is_draining: Whether the server shuts down.
@@ -101,13 +103,15 @@ class Serving:
         stream_interval: int = 1,
         additions: Additions | None = None,
         keep_alive_s: float = 15.0,
+        call_syntax: str | None = None,
+        begins_in_thought: bool = False,
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
         self.response_store = ResponseStore() if response_store is None else response_store
         assert engine.hello is not None, "the engine has not said hello"
         self.hello = engine.hello
         self.stream_interval, self.additions = stream_interval, additions or Additions()
-        self.keep_alive_s = keep_alive_s
+        self.keep_alive_s, self.call_syntax, self.begins_in_thought = keep_alive_s, call_syntax, begins_in_thought
         self.on_begin: list[Callable] = []
         self.on_end: list[Callable] = []
         self.created = int(time.time())

@@ -64,9 +64,9 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
 
-def is_xml(chat_template: str | None) -> bool:
-    """Whether a chat template teaches the XML format."""
-    return FUNCTION in (chat_template or "")
+def syntax_of(chat_template: str) -> str:
+    """How a chat template teaches to write calls: "xml" or "json"."""
+    return "xml" if FUNCTION in chat_template else "json"
 
 
 @dataclass

@@ -128,8 +128,8 @@ def test_a_thought_is_possible_but_not_needed(tokens):
     assert len(allowed(mask.masks([])[0])) == VOCAB
 
 
-@pytest.mark.parametrize("xml", [False, True], ids=["json", "xml"])
-def test_a_demanded_call_can_be_read_again(tokens, xml):
+@pytest.mark.parametrize("syntax", ["json", "xml", "bare"])
+def test_a_demanded_call_can_be_read_again(tokens, syntax):
     tools = [
         {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
         {"name": "g", "parameters": {"type": "object", "properties": {"k": {"enum": ["p", "q"]}}}},
@@ -140,12 +140,12 @@ def test_a_demanded_call_can_be_read_again(tokens, xml):
     schemas, whole = {t["name"]: t["parameters"] for t in tools}, 0
     for seed in range(12):
         start, end = (tag_in_lark(tokenizer, tag) for tag in (START, END))
-        calls = {"xml": xml, "tools": tools, "most": 2, "start": start, "end": end}
+        calls = {"syntax": syntax, "tools": tools, "most": 2, "start": start, "end": end}
         source = Form.of("calls", calls, "tools")
         text = draw(tokens, source, seed, most=300)
         if text[-1] not in tokens.stop_ids:
             continue
-        parser = ToolParser(schemas)
+        parser = ToolParser(schemas, is_bare=syntax == "bare")
         parsed = [parser.push(tokenizer.decode(text)), parser.finish()]
         assert "".join(p.content for p in parsed).strip() == ""
         for call in joined([c for p in parsed for c in p.calls]):

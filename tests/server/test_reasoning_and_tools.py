@@ -1,6 +1,7 @@
 """Text that arrives in any pieces is read as if it came whole."""
 
 import json
+from dataclasses import replace
 from math import isfinite
 
 import pytest
@@ -108,3 +109,16 @@ def test_a_stream_is_of_one_conversation(llm):
 def test_numbers_in_a_string_that_is_cut_stay_text():
     assert reworded('{"a": "call 007 no') == '{"a": "call 007 no'
     assert reworded('{"a": 007, "b": "x\\" 01') == '{"a": "007", "b": "x\\" 01'
+
+
+@pytest.mark.parametrize("begins_in_thought", [False, True])
+def test_an_answer_may_begin_in_a_thought_whatever_the_template_says(quiet, monkeypatch, begins_in_thought):
+    """``--reasoning-parser deepseek_r1``."""
+    monkeypatch.setattr(quiet.serving, "begins_in_thought", begins_in_thought)
+    monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, trust_request_chat_template=True))
+    body = {"messages": MESSAGES, "chat_template": "{{ messages[0]['content'] }}", "max_tokens": 8, "temperature": 0}
+    message = quiet.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert (message["reasoning_content"] is not None, bool(message["content"])) == (
+        begins_in_thought,
+        not begins_in_thought,
+    )

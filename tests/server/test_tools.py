@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import dumped
 from dflash_jax.server.grammar_source import sources
 from dflash_jax.server.messages import _object
@@ -374,7 +375,7 @@ def test_literals_that_are_none_are_text(text):
 def test_the_grammar_of_calls_reads_a_schema_as_the_parser_does(schema):
     """Where any text is a value, the grammar lets any text in; where some values are, only these."""
     tool = {"name": "f", "parameters": ROOT | {"type": "object", "properties": {"p": schema}, "required": ["p"]}}
-    options = {"most": 1, "start": '"<tool_call>"', "end": '"</tool_call>"', "xml": True}
+    options = {"most": 1, "start": '"<tool_call>"', "end": '"</tool_call>"', "syntax": "xml"}
     (grammar, _), *_ = sources("calls", {"tools": [tool]} | options, lambda text: [text])
     (rule,) = re.findall(r"^call_0_0(?:\[.*\])?: (.*)$", grammar, re.M)
     kinds = kinds_of(schema, ROOT)
@@ -458,3 +459,20 @@ def test_a_call_without_tags_that_a_thought_ends_with():
         found = joined(call_at_end(text, SCHEMAS).calls)
         assert [each["function"]["name"] for each in found] == names
     assert FUNCTION_END in call
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "right"),
+    [
+        ({"call_syntax": "bare"}, '{"name": "f", "parameters": {"x": 1}}', ("", [ONE])),
+        ({"call_syntax": "xml"}, as_json('{"x": 1}'), ("", [ONE])),
+        ({}, '{"name": "f", "parameters": {"x": 1}}', ('{"name": "f", "parameters": {"x": 1}}', [])),
+    ],
+)
+def test_a_conversation_reads_calls_as_the_server_says(options, text, right):
+    talk = Conversation([1], "none", SCHEMAS, options.get("call_syntax", "json"))
+    parser = talk.parser()
+    assert parser._tools is not None
+    part, last = parser._tools.push(text), parser._tools.finish()
+    found = [(c["function"]["name"], c["function"]["arguments"]) for c in joined(part.calls + last.calls)]
+    assert (part.content + last.content, found) == right
