@@ -13,7 +13,7 @@ import tokenizers
 from dflash_jax.argument_checks import is_text
 from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.messages import template_messages
+from dflash_jax.frontend.messages import template_forms, template_messages
 
 # Errors of a chat template and of the library that renders it.
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, SyntaxError)
@@ -271,12 +271,15 @@ class Tokenizer:
         options = self.template_options | options
         if thinking is not None:
             options["enable_thinking"] = thinking
-        try:
-            return self._full.apply_chat_template(
-                template_messages(messages), tools=tools, tokenize=False, add_generation_prompt=ask, **options
-            )
-        except REFUSALS as e:
-            raise InputError(f"the chat template does not take this conversation: {reason(e)}") from None
+        refusals = []
+        for form, variables in template_forms(template_messages(messages), options):
+            try:
+                return self._full.apply_chat_template(
+                    form, tools=tools, tokenize=False, add_generation_prompt=ask, **variables
+                )
+            except REFUSALS as e:
+                refusals.append(reason(e))
+        raise InputError(f"the chat template does not take this conversation: {refusals[0]}")
 
     def mark_answers(
         self, messages: list[dict], where: str, tools: list[dict] | None = None

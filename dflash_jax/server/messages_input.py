@@ -126,6 +126,7 @@ BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 
+BILLING = "x-anthropic-billing-header:"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -135,7 +136,7 @@ def as_messages(body: CountTokensRequest) -> list[dict]:
     Raises:
         ApiError: A block is invalid.
     """
-    system = body.system if isinstance(body.system, str) else _joined(body.system or (), "system", "system")
+    system = body.system if isinstance(body.system, str) else _joined(_lasting(body.system or ()), "system", "system")
     messages = [{"role": "system", "content": system}] if system else []
     for i, turn in enumerate(body.messages):
         where = f"messages[{i}].content"
@@ -170,6 +171,11 @@ def _joined(blocks: Sequence[Block], role: str, where: str) -> str:
         _check_type(block, role, f"{where}[{i}]")
         texts.append(_required(block, "text", f"{where}[{i}]"))
     return "".join(texts)
+
+
+def _lasting(blocks: Sequence[Block]) -> list[Block]:
+    """A system prompt without Claude Code's header, which changes with each request: no beginning would be known."""
+    return [block for block in blocks if not (block.text or "").startswith(BILLING)]
 
 
 def _user(turn: TurnMessage, where: str) -> list[dict]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from dflash_jax.frontend.messages import template_forms
 from dflash_jax.frontend.tokenizer import REFUSALS, reason
 from dflash_jax.workers.loop import NICENESS, Frames, limit_memory, limit_seconds, run_nursery
 
@@ -32,18 +33,26 @@ def _render(render, frames: Frames) -> None:
     os.nice(0 if request["is_default"] else NICENESS)
     while True:
         limit_seconds(request["seconds"])
-        try:
-            texts, _ = render(conversations=[request["messages"]], **request["arguments"])
-            text = texts[0].encode("utf-8", "surrogatepass")
-            characters = request["characters"]
-            refusal = None if len(texts[0]) <= characters else f"it writes more than {characters} characters"
-        except (*REFUSALS, MemoryError) as e:
-            refusal = "it needs too much memory" if isinstance(e, MemoryError) else reason(e)
-        if refusal is None:
-            frames.send(TEXT + text)
-        else:
-            frames.send(REFUSAL + refusal[:1000].encode("utf-8", "replace"))
+        frames.send(_answer(render, request))
         request = frames.read()
+
+
+def _answer(render, request: dict) -> bytes:
+    refusals, characters = [], request["characters"]
+    for messages, arguments in template_forms(request["messages"], request["arguments"]):
+        try:
+            (text,), _ = render(conversations=[messages], **arguments)
+            if len(text) <= characters:
+                return TEXT + text.encode("utf-8", "surrogatepass")
+            refusals.append(f"it writes more than {characters} characters")
+            break
+        except MemoryError:
+            refusals.append("it needs too much memory")
+            break
+        except REFUSALS as e:
+            refusals.append(reason(e))
+    # What it says of the conversation as it is.
+    return REFUSAL + refusals[0][:1000].encode("utf-8", "replace")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_jax.frontend.messages import RAW
 from dflash_jax.frontend.reasoning import ReasoningSplitter, partial_marker
 from dflash_jax.json_text import loaded
 from dflash_jax.sampling_params import CLOSE
@@ -42,8 +43,6 @@ FUNCTION, PARAMETER, VALUE_END, FUNCTION_END = "<function=", "<parameter=", "</p
 OPENING = "<parameter"
 # Begins JSON of Llama 3, and divides its calls.
 PYTHON_TAG, NEXT = "<|python_tag|>", ";"
-# The name of an argument that has what is no object of arguments.
-RAW = "_raw"
 # Characters of a name. What is longer is none.
 LONGEST_NAME = 256
 _NAME, _OPEN_NAME = re.compile(r"([^<>\n]{1,256})>"), re.compile(r"<function=[^<>\n]{0,256}")

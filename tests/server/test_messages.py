@@ -8,9 +8,10 @@ import pytest
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.engine_host import EngineHost, in_process
 from dflash_jax.server.messages import Content
-from dflash_jax.server.messages_input import Block, MessagesRequest, TurnMessage, as_messages
+from dflash_jax.server.messages_input import Block, MessagesRequest, TurnMessage, as_chat, as_messages
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
+from tests.frontend.test_messages import STRICT
 from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, Running, alone
 
 HI = [{"role": "user", "content": "hi"}]
@@ -304,3 +305,26 @@ def test_texts_are_joined_once():
     user = [{"role": "user", "content": text} for text in ("ab", "cd")]
     tool = {"role": "tool", "tool_call_id": "1", "content": "r"}
     assert as_messages(MessagesRequest.model_construct(messages=[turn], system=None)) == [user[0], tool, user[1]]
+
+
+def test_a_session_of_claude_code_keeps_its_beginning(llm):
+    """Its header changes with each request, and system messages come late: what was rendered before stays as it was."""
+    turns, texts = [{"role": "user", "content": "Fix it."}], []
+    for i in range(3):
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={i:05x};"},
+            {"type": "text", "text": "You are an agent."},
+        ]
+        body = MessagesRequest.model_validate({"model": NAME, "max_tokens": 9, "system": system, "messages": turns})
+        messages = [message.model_dump(exclude_none=True) for message in as_chat(body).messages]
+        texts.append(llm.tokenizer.render_chat(messages, chat_template=STRICT, ask=False))
+        turns = [
+            *turns,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": f"t{i}", "name": "Read", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": f"t{i}", "content": "text"}]},
+            {"role": "system", "content": [{"type": "text", "text": f"Date: {i}"}]},
+        ]
+    assert texts[1].startswith(texts[0])
+    assert texts[2].startswith(texts[1])
+    assert "billing" not in texts[2]
+    assert texts[2].count("<system-reminder>") == 2

@@ -11,6 +11,7 @@ from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.templates import TemplateLimits, Templates
+from tests.frontend.test_messages import STRICT
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TALK = [
@@ -177,3 +178,13 @@ def test_renders_beyond_the_waiting_limit_are_503(start):
     # Half of six run, four wait.
     found = rendered(start(waiting=4), *[None] * 9)
     assert sorted(isinstance(f, ApiError) and f.status_code for f in found) == [0] * 7 + [503] * 2
+
+
+def test_a_template_that_refuses_a_conversation_is_given_other_forms(shared, tokenizer):
+    messages = [{"role": role, "content": role} for role in ("system", "user", "system")]
+    (text,) = rendered(shared, STRICT, messages=messages, reasoning_effort="max")
+    assert text == tokenizer.render_chat(messages, chat_template=STRICT, reasoning_effort="max")
+    assert text.endswith("assistant\nxhigh")
+    (refusal,) = rendered(shared, "{{ raise_exception('no') }}", messages=messages, reasoning_effort="max")
+    assert isinstance(refusal, InputError)
+    assert str(refusal).endswith(": no")
