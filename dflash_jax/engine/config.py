@@ -141,13 +141,15 @@ class EngineConfig:
         max_queue: Requests that may wait; None for any number. Each client has room for its share.
         trusts_priority: Whether priorities order the requests of all clients, not only those of one.
         recomputes_exactly: Whether tokens that are computed again have the same bits or differ in ties only. Then a
-            request that gives up its slot for another client computes its tokens again; otherwise it is copied out.
+            request that gives up its slot for another client computes its tokens again. Otherwise it is copied out,
+            unless it is still prefilled.
         max_decode_batch: Sequences decoded in one dispatch; 1 makes each sequence's arithmetic independent of the
             others, None is all.
         prefix_bytes: Bytes of the prefix cache on one device; 0 for none.
         prefix_host_bytes: Bytes of its second tier, in this host's pinned memory; 0 for none.
-        swap_bytes: Bytes of one device's pages that may wait on the host, of requests that are swapped out; None for
-            as many as the host has memory for. Requests beyond them compute their tokens again.
+        swap_bytes: Bytes of one device's pages and snapshots that may wait on the host, of requests that are swapped
+            out; None for as many as the host has memory for. Beyond them, requests whose pages are needed compute
+            their tokens again, and none gives up its slot.
         markers: Token ids that open a message.
         cut_spacing: The least and the largest distance of a prompt's cuts, as `prefix_cache.cut_points` takes it.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.

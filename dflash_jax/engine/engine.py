@@ -97,8 +97,8 @@ class Engine:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the requests in the queue."""
-        return sum(len(request.prompt) for request in self._waiting)
+        """Prompt tokens of the requests in the queue that are to be prefilled."""
+        return sum(len(request.prompt) for request in self._waiting if request.swapped is None)
 
     @property
     def free_slots(self) -> int:
@@ -282,7 +282,7 @@ class Engine:
                 self._events += self._rest()
         can_mask = self._scheduler.can_mask()
         late = [r for r in self._scheduler.requests if r.mask and not (can_mask and not self._masking.is_late(r))]
-        absent = [r for r in self._scheduler.requests if not r.is_resident]
+        absent = [r for r in self._scheduler.requests if not r.is_resident and r not in late]
         while batch := self._scheduler.batch(late + absent):
             dispatch = self._scheduler.plan(batch)
             if any(r.mask for r in batch):

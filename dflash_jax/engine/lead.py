@@ -2,8 +2,8 @@
 
 Every process must start the same programs in the same order. The leader alone has requests, schedules them and reads
 results; each call that starts a program goes to the followers as a message first: a number, the runner, the name of a
-method and small arguments of the host. Arrays that stay on the devices between two calls (segments and snapshots of
-prefixes, and what a round with masks has verified) go by the number of the call that made them.
+method and small arguments of the host. Arrays that stay on the devices between two calls (segments and snapshots, and
+what a round with masks has verified) go by the number of the call that made them.
 """
 
 import queue

@@ -133,8 +133,9 @@ class ModelRunner:
 
         Args:
             *name: "prefill", batch size, chunk size and whether the drafter takes part; "media", chunk size and
-                whether the drafter takes part; "decode" or "masked", batch size and `Speculation`; "prefix" and
-                chunk size (everything that the prefix cache needs for a chunk); "score" or "media score".
+                whether the drafter takes part; "decode" or "masked", batch size and `Speculation`; "prefix"
+                (copies of pages and of slots, for the prefix cache and for requests that leave their slots); "score" or
+                "media score".
         """
         return self._allowed is None or name in self._allowed
 

@@ -374,18 +374,22 @@ class Pages:
 
     # Swapping.
 
-    def swap_out(self, slot: int, leaves_slot: bool = False) -> OnHost | None:
+    def swap_out(self, slot: int, length: int | None = None) -> OnHost | None:
         """Copies all pages of a slot to the host, and takes them from the slot.
 
         Args:
             slot: The slot.
-            leaves_slot: Whether what the slot has beside pages is copied, too, so that another slot may have it.
+            length: Positions in its caches, where what the slot has beside pages is copied, too, so that another slot
+                may have it. Pages of later positions are then left out.
 
         Returns:
             The copy; None where the host has no memory for it.
         """
-        full, windowed = self._slots[slot]
-        snapshot = self._runner.snapshot(slot) if leaves_slot else None
+        kinds, snapshot = self._slots[slot], None
+        if length is not None:
+            snapshot, needed = self._runner.snapshot(slot), self._indices(length, length)
+            kinds = [{i: pages[i] for i in indices if i in pages} for pages, indices in zip(kinds, needed, strict=True)]
+        full, windowed = kinds
         copy = self.to_host(Kept(self._runner.shard(slot), dict(full), dict(windowed), snapshot))
         if copy is not None:
             self.release(slot)

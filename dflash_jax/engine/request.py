@@ -141,7 +141,7 @@ class Request:
         media: The images and videos of the prompt; None for text.
         slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
         tokens: New tokens so far. A request that is submitted with tokens goes on after them.
-        resumed: How many tokens it was submitted with, or had when its pages were given up.
+        resumed: How many tokens it was submitted with, or had when it last gave up its slot.
         order: Number of its submission.
         level: Its priority, where priorities of clients are trusted; otherwise 0.
         ahead: New tokens at most that started dispatches bring and that are not in ``tokens``.
@@ -191,7 +191,7 @@ class Request:
 
     @property
     def context(self) -> list[int]:
-        """The prompt, and the tokens that are prefilled with it."""
+        """The prompt, and the tokens that it had when it was queued."""
         return [*self.prompt, *self.tokens[: self.resumed]]
 
     @property

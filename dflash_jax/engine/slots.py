@@ -24,6 +24,11 @@ def added(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return a[0] + b[0], a[1] + b[1]
 
 
+def _cached(request: Request) -> int:
+    """The tokens in the caches of a request that decodes: all but the last one."""
+    return len(request.prompt) + len(request.tokens) - 1
+
+
 class Slots:
     """The slots of an engine, and the queue for them.
 
@@ -56,6 +61,9 @@ class Slots:
         self._statistics, self._collect = statistics, collect
         self.waiting, self.free = WaitingRequests(turns), list(range(runner.slots))
         self._by_slot: dict[int, Request] = {}
+        # When a copy may be tried again, after one for which the host had no memory.
+        self._next_copy = 0.0
+        self._snapshot_bytes: int | None = None
         self.pages = Pages(runner, self._make_room)
         self.prefix_cache = PrefixCache(config.prefix_bytes, config.prefix_host_bytes, self.pages)
         self.prefiller = Prefiller(runner, self.pages, self.prefix_cache, config, statistics)
@@ -97,20 +105,34 @@ class Slots:
         """
         self._statistics.preemptions += 1
         self.prefiller.stop_caching(request)
-        may_swap, copy = self._may_swap(request), None
-        while may_swap and (copy := self.pages.swap_out(request.slot)) is None:
-            may_swap = self.prefix_cache.tiers.give_up_host_memory()
-        request.swapped = copy
-        if copy is None:
+        if not self._copy(request):
             self._give_up(request)
 
-    def _may_swap(self, request: Request) -> bool:
-        """Whether a request's pages may wait on the host beside those that do."""
+    def _copy(self, request: Request, length: int | None = None) -> bool:
+        """Copies a request's pages to the host, and with a ``length`` its slot; False without memory for them there."""
+        may_swap, copy = self._may_swap(request, length is not None), None
+        while may_swap and (copy := self.pages.swap_out(request.slot, length)) is None:
+            may_swap = self.prefix_cache.tiers.give_up_host_memory()
+        request.swapped = copy
+        return copy is not None
+
+    def _may_swap(self, request: Request, leaves_slot: bool = False) -> bool:
+        """Whether what a request has may wait on the host beside what waits there.
+
+        Args:
+            request: The request.
+            leaves_slot: Whether a snapshot of its slot waits, too.
+        """
+        limit = self._config.swap_bytes
+        if limit is None:
+            return True
         copies = [r.swapped for r in (*self._by_slot.values(), *self.waiting) if isinstance(r.swapped, OnHost)]
         counts = [self.pages.counts(request.slot), *(copy.counts for copy in copies)]
-        limit = self._config.swap_bytes
         taken = sum(self.pages.bytes_of((copied_pages(full), copied_pages(windowed))) for full, windowed in counts)
-        return limit is None or taken <= limit
+        snapshots = leaves_slot + sum(copy.snapshot is not None for copy in copies)
+        if snapshots and self._snapshot_bytes is None:
+            self._snapshot_bytes = self._runner.bytes(self._runner.snapshot(request.slot))
+        return taken + snapshots * (self._snapshot_bytes or 0) <= limit
 
     def _share(self) -> None:
         """Takes a slot from the client with the most, for one that has fewer than its share and waits for a while."""
@@ -132,23 +154,30 @@ class Slots:
         is_next = self.waiting.turn(request) < self.waiting.turn(victim)
         if not is_next or not self.pages.fits(shard, (full, windowed), promised[shard]):
             return
-        if not self._config.recomputes_exactly:
-            if not (self._runner.can_run("prefix") and self._may_swap(victim)):
-                return
-            self._collect()
-            if victim.finish_reason is not None or (victim.tokens and not self.copy_out(victim)):
-                return
-        self._statistics.preemptions += 1
-        if victim.swapped is None:
+        # What is still prefilled has nothing that it would not compute again anyway.
+        if self._config.recomputes_exactly or victim not in self._scheduler.requests:
+            self._statistics.preemptions += 1
             self._give_up(victim)
+        elif self._runner.can_run("prefix") and self._runner.clock >= self._next_copy:
+            self._collect()
+            if self.free or victim.finish_reason is not None:
+                return
+            if self.copy_out(victim):
+                self._statistics.preemptions += 1
+            else:
+                self._next_copy = self._runner.clock + SLOT_WAIT_S
 
     def copy_out(self, request: Request) -> bool:
-        """Copies all that a request has on the device to the host, for any slot; False without memory for it there."""
-        request.swapped = self.pages.swap_out(request.slot, leaves_slot=True)
-        if request.swapped is None:
-            return False
-        self._queue_again(request)
-        return True
+        """Copies all that a request that decodes has on the device to the host, for any slot.
+
+        The results of all steps must be read.
+
+        Returns:
+            False where the host has no memory for it.
+        """
+        if is_copied := self._copy(request, _cached(request)):
+            self._queue_again(request)
+        return is_copied
 
     def _give_up(self, request: Request) -> None:
         """Gives up a request's pages without a copy."""
@@ -188,9 +217,8 @@ class Slots:
             # With room to go on, so that it does not leave at once. Those after it leave where they must.
             needs = zip(self._need(request), copy.counts, taken, self.pages.pools, strict=True)
             if all(max(n, has) + others <= pool.count for n, has, others, pool in needs if max(n, has)):
-                # The last token is in no cache.
-                length = len(request.prompt) + len(request.tokens) - 1
-                request.swapped = None if self.pages.swap_in(request.slot, copy, length) else copy
+                is_back = self.pages.swap_in(request.slot, copy, _cached(request))
+                request.swapped = None if is_back else copy
 
     def _need(self, request: Request) -> tuple[int, int]:
         """Pages of both kinds that a request needs soon: for the tokens that it has, and for some new ones."""

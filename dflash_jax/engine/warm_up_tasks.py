@@ -95,7 +95,7 @@ class Tasks:
         largest, *smaller = sorted(self._runner.batch_sizes(), reverse=True)
         favoured = self._engine.policy.favoured_draft(1)
         # The next turn of a conversation.
-        if self._engine.prefix_cache.budget:
+        if self._engine.prefix_cache.budget or not self._engine.config.recomputes_exactly:
             yield from self._copies()
         # One sequence, drafted.
         yield self._prefill(1, sizes[0], True)
@@ -196,7 +196,7 @@ class Tasks:
         return Task(f"{kind} {size}", ((kind,),), call)
 
     def _copies(self) -> Iterator[Task]:
-        """What the prefix cache needs."""
+        """What the prefix cache needs, and requests that are copied out of their slots."""
         kinds = [kind for kind, count in enumerate(self._runner.pages) if count]
         for kind in kinds:
             for size in COPIED_PAGES:

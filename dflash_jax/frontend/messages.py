@@ -15,7 +15,7 @@ REMINDER = "<system-reminder>\n%s\n</system-reminder>"
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict]:
-    """Messages for a chat template: no value is null, arguments of calls are objects, results follow their calls' order.
+    """Messages for a chat template: no value is null, arguments are objects, results follow their calls' order.
 
     Templates write None for a null, and JSON in quotes for arguments that are text. They show no ids of calls, so that
     a model knows a result by its place.

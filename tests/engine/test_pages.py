@@ -290,6 +290,48 @@ def test_a_page_has_as_many_users_as_take_and_share_it():
         pool.drop(page)
 
 
+class Patient:
+    """Masks that allow everything, once they are ready."""
+
+    is_over, is_ready = False, True
+
+    def take(self, tokens):
+        pass
+
+    def ask(self, drafts):
+        self._count = len(drafts) + 1
+
+    def answer(self, timeout_s):
+        return np.full((self._count, 2), 2**32 - 1, np.uint32) if self.is_ready else None
+
+    def close(self):
+        pass
+
+
+def test_a_request_whose_mask_is_late_while_its_pages_are_away_is_decoded_once(monkeypatch):
+    loaded = engine(slots=5, prefill_sizes=(4, 16), max_num_batched_tokens=64, max_decode_batch=2)
+    loaded.runner.ends = False
+    masked = request([2, 7], 60, mask=(mask := Patient()))
+    requests = [*(request([i, 7], 900) for i in (1, 5, 6, 8)), masked]
+    for each in requests:
+        loaded.submit(each)
+    while not all(each.tokens for each in requests):
+        loaded.step()
+    mask.is_ready = False
+    for _ in range(3):
+        loaded.step()
+    loaded._collect_all()
+    loaded._slots.swap_out(masked)
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded._slots, "_swap_in", lambda: None)
+        for _ in range(3):
+            loaded.step()
+            assert loaded._scheduler.requests.count(masked) == 1
+    mask.is_ready = True
+    run(loaded)
+    assert all(each.tokens == expected(each.prompt, each.params.max_tokens, False) for each in requests)
+
+
 COUNT = 60
 
 
@@ -374,6 +416,7 @@ def contents_of(loaded: Engine, slot: int, length: int) -> tuple[list[np.ndarray
         np.asarray(x)[: length - index * runner.page_size]
         for is_windowed, pages in enumerate((full, windowed))
         for index, page in sorted(pages.items())
+        if index * runner.page_size < length
         for x in jax.tree.leaves(
             jax.tree.map(lambda x: jnp.swapaxes(x[0], 0, 1), runner.save([page], bool(is_windowed)))
         )

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.engine import slots as slots_module
+from dflash_jax.engine.request import Times
 from dflash_jax.engine.turns import KEPT_ACCOUNTS, Turns
 from dflash_jax.errors import QueueFullError
 from tests.engine.mock_runner import engine, expected, request, run
@@ -124,6 +125,7 @@ def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(options, taken, mo
     """By computing tokens again where that is exact, or by a copy where the host has memory; texts stay the same."""
     monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
     e = engine(slots=4, **options)
+    e.runner.ends = False
     many = [request([i + 1, 7], 300, client="a") for i in range(6)]
     submit(e, *many)
     for _ in range(3):
@@ -135,7 +137,7 @@ def test_a_client_that_waits_gets_a_slot_of_the_one_with_most(options, taken, mo
     assert slots_of(e).get("b", 0) == taken
     run(e)
     for r in (*many, *others):
-        assert r.tokens == expected(r.prompt, r.params.max_tokens)
+        assert r.tokens == expected(r.prompt, r.params.max_tokens, False)
     assert e.statistics.preemptions == taken
     is_copied = [entry[0] for entry in e.runner.log].count("restore")
     assert is_copied == (0 if "recomputes_exactly" in options else taken)
@@ -256,3 +258,63 @@ def check_ends(sent, seed: int, rng: random.Random) -> None:
     assert all(r.tokens == expected(r.prompt, r.params.max_tokens) for r in requests if r.finish_reason != "abort")
     assert not e._turns.active
     assert not len(e._waiting)
+
+
+def test_what_is_still_prefilled_is_not_copied_out(monkeypatch):
+    """A request that goes on after tokens has some before its prompt is in the caches."""
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
+    e = engine(slots=2, prefill_sizes=(4,), max_num_batched_tokens=4, max_decode_batch=1)
+    e.runner.ends = False
+    many = [request([1, 7], 300, client="a"), request(range(1, 200), 60, client="a")]
+    many[1].tokens[:] = expected(many[1].prompt, 20, False)
+    submit(e, *many)
+    for _ in range(4):
+        e.step()
+    one = request([3, 7], 5, client="b")
+    e.submit(one)
+    run(e)
+    assert e.failure is None
+    assert all(r.tokens == expected(r.prompt, r.params.max_tokens, False) for r in (*many, one))
+
+
+def test_a_host_without_memory_is_not_asked_again_in_each_step(monkeypatch):
+    e = engine(slots=2)
+    e.runner.ends, e.runner.has_memory = False, False
+    many = [request([i, 7], 400, client="a") for i in (1, 2)]
+    submit(e, *many)
+    while not all(r.tokens for r in many):
+        e.step()
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 1e6)
+    e._slots.waiting.push(one := request([3, 7], 5, client="b"))
+    one.times = Times(submitted=-1e9)
+    e._live[one] = None
+    e._turns.begin(one.client)
+    copies, swap_out = [], e.pages.swap_out
+    monkeypatch.setattr(e.pages, "swap_out", lambda *args: copies.append(args) or swap_out(*args))
+    run(e)
+    assert len(copies) == 1
+    assert all(r.tokens == expected(r.prompt, r.params.max_tokens, False) for r in (*many, one))
+
+
+def test_a_slot_that_is_free_when_all_results_are_read_is_taken(monkeypatch):
+    """A dispatch under way may end a request: then no other one gives up its slot."""
+    monkeypatch.setattr(slots_module, "SLOT_WAIT_S", 0.0)
+    copied = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        e = engine(slots=rng.choice([2, 3, 4]), prefill_sizes=(4, 16), max_num_batched_tokens=64)
+        requests = [
+            request(range(1, rng.randrange(2, 20)), rng.randrange(5, 150), client=rng.choice("aaabcd"))
+            for _ in range(20)
+        ]
+        free, copy_out = [], e._slots.copy_out
+        e._slots.copy_out = lambda r, e=e, free=free, copy_out=copy_out: free.append(len(e._slots.free)) or copy_out(r)
+        for r in requests:
+            e.submit(r)
+            while rng.random() < 0.7:
+                e.step()
+        run(e)
+        assert not any(free)
+        copied += len(free)
+        assert all(r.tokens == expected(r.prompt, r.params.max_tokens) for r in requests)
+    assert copied
