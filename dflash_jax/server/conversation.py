@@ -113,8 +113,10 @@ class Parser:
             shown: How reasoning is shown.
             has_one_call: Whether calls after the first one are left out.
         """
-        self._splitter = ReasoningSplitter(is_thinking) if tools is None else AnswerSplitter(is_thinking)
-        self._tools, self._shown, self._thought = tools, shown, ""
+        self._splitter = ReasoningSplitter(is_thinking) if tools is None else AnswerSplitter(is_thinking, tools.schemas)
+        self._tools, self._shown = tools, shown
+        # All reasoning, where a call may end it.
+        self._thoughts: list[str] = []
         self._has_one_call = has_one_call
         # Reasoning that is not shown yet, and text that may still turn out to be reasoning.
         self._reasoning = self._undecided = ""
@@ -154,14 +156,18 @@ class Parser:
                 break
             was_reasoning = self._splitter.is_reasoning
             thought, content = self._splitter.push(piece.text[at:end])
-            self._thought += thought
+            self._keep(thought)
             self.reasoning_tokens += was_reasoning or self._splitter.is_reasoning
             reasoning, at = reasoning + thought, end
             if content:
                 return reasoning, content + self._splitter.push(piece.text[at:])[1]
         thought, content = self._splitter.push(piece.text[at:])
-        self._thought += thought
+        self._keep(thought)
         return reasoning + thought, content
+
+    def _keep(self, thought: str) -> None:
+        if self._tools is not None and thought:
+            self._thoughts.append(thought)
 
     def finish(self, sequence: TextSequence) -> Delta:
         """Parses the end of the text."""
@@ -171,8 +177,8 @@ class Parser:
             is_cut = sequence.request.finish_reason == "length" or isinstance(sequence.matched, str)
             last = self._tools.finish(is_cut)
             if is_open and not is_cut:
-                last = call_at_end(self._thought + reasoning, self._tools.schemas)
-                self._tools.count += len(last.calls)
+                last = call_at_end("".join(self._thoughts) + reasoning, self._tools.schemas)
+                self._tools.count += len({call.index for call in last.calls})
             delta.content += last.content
             delta.calls += self._allowed_calls(last.calls)
         return delta

@@ -118,15 +118,17 @@ def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
     for j, (key, parameter) in enumerate((schema.get("properties") or {}).items()):
         kinds, value = kinds_of(parameter, schema), f"{rule}_{j}"
         begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
-        if kinds.values:
-            rules.append(f"{value}: " + " | ".join(json.dumps(as_text(c)) for c in kinds.values))
-        elif kinds.has_text:
+        if kinds.has_text:
             # Free text reaches to the end of the parameter.
             rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
             closing = ""
         else:
-            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            rules.append(f"{value}: %json {json.dumps(_lenient(shared | parameter))}")
+            choices = [json.dumps(as_text(choice)) for choice in kinds.values]
+            if kinds.types or not choices:
+                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+                rules.append(f"{value}_json: %json {json.dumps(_lenient(shared | parameter))}")
+                choices.append(f"{value}_json")
+            rules.append(f"{value}: {' | '.join(choices)}")
         part = f"{begin} {value} {closing}"
         parts.append(part if key in required else f"({part})?")
     opening, ending = json.dumps(f"<function={name}>\n"), json.dumps("</function>")

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,8 @@ from dflash_jax.json_text import loaded
 TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 # What a schema without types lets in, as text can say it: other values would be guesses.
 UNTYPED = frozenset({"string", "object", "array"})
-# References of references, and characters of a Python literal.
-DEEPEST, LONGEST_LITERAL = 32, 100_000
+# References of references, values that a schema may name, and characters of a Python literal.
+DEEPEST, MOST_VALUES, LONGEST_LITERAL = 32, 4096, 20_000
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,26 @@ class Kinds:
     """What a schema lets in.
 
     Attributes:
-        types: Types of JSON Schema; those of UNTYPED where the schema names none.
-        values: The only values; None for any of the types.
+        types: Types of JSON Schema of which it lets in any value; those of UNTYPED where the schema names none.
+        values: Values beside them.
     """
 
     types: frozenset[str]
-    values: tuple[Any, ...] | None = None
+    values: tuple[Any, ...] = ()
 
     @property
     def has_text(self) -> bool:
         """Whether any text is a value."""
-        return "string" in self.types and self.values is None
+        return "string" in self.types
+
+    @property
+    def has_null(self) -> bool:
+        """Whether null is a value."""
+        return "null" in self.types or any(value is None for value in self.values)
 
     def is_only_text(self, beginning: str) -> bool:
         """Whether every text with this beginning is its own value, so that it may be passed on at once."""
-        if not self.has_text or ("null" in self.types and "null".startswith(beginning)):
+        if not self.has_text or (self.has_null and "null".startswith(beginning)):
             return False
         first = beginning.lstrip()[:1]
         return not self.types & {"object", "array"} or (bool(first) and first not in "{[")
@@ -49,12 +55,12 @@ def kinds_of(schema: Any, root: Any = None) -> Kinds:
         root: What its references point into; None: itself.
     """
     types, values = _Resolver(schema if root is None else root).resolve(schema, DEEPEST)
-    return Kinds(UNTYPED if types is None else types, values)
+    return Kinds(UNTYPED if types is None else types, tuple(values.values()))
 
 
-# Types and values; None for any.
-_Resolved = tuple[frozenset[str] | None, tuple[Any, ...] | None]
-_ANY: _Resolved = (None, None)
+# The types of which any value is let in, None for all, and further values by type and text.
+_Resolved = tuple[frozenset[str] | None, dict[tuple[str, str], Any]]
+_ANY: _Resolved = (None, {})
 
 
 class _Resolver:
@@ -66,12 +72,12 @@ class _Resolver:
     def resolve(self, schema: Any, depth: int) -> _Resolved:
         if not isinstance(schema, dict) or not depth:
             return _ANY
-        types = values = None
+        found = _ANY
         if (named := schema.get("type")) is not None:
             names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-            types = frozenset(name for name in names if isinstance(name, str)) & TYPES or None
-            if types is not None and "number" in types:
-                types |= {"integer"}
+            types = frozenset(name for name in names if isinstance(name, str)) & TYPES
+            if types:
+                found = types | ({"integer"} if "number" in types else set()), {}
         parts = [self.resolve(part, depth - 1) for part in _schemas(schema, "allOf")]
         if isinstance(reference := schema.get("$ref"), str):
             parts.append(self._target(reference, depth - 1))
@@ -80,10 +86,10 @@ class _Resolver:
                 parts.append(_union([self.resolve(choice, depth - 1) for choice in choices]))
         enum = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(enum, list):
-            parts.append((frozenset(map(_type, enum)), tuple(enum)))
-        for other_types, other_values in parts:
-            types = other_types if types is None else types if other_types is None else types & other_types or types
-            values = values if other_values is None else other_values
+            parts.append(_bounded(frozenset(), {(_type(value), as_text(value)): value for value in enum}))
+        for part in parts:
+            found = _both(found, part)
+        types, values = found
         if types is None and "properties" in schema:
             types = frozenset({"object"})
         if schema.get("nullable") is True and types is not None:
@@ -97,17 +103,34 @@ class _Resolver:
         return self._targets[reference]
 
 
-def _schemas(schema: dict, name: str) -> list:
-    parts = schema.get(name)
-    return parts if isinstance(parts, list) else []
+def _bounded(types: frozenset[str] | None, values: dict[tuple[str, str], Any]) -> _Resolved:
+    """Types and values; with too many values, their types."""
+    if len(values) <= MOST_VALUES:
+        return types, values
+    return None if types is None else types | {kind for kind, _ in values}, {}
 
 
 def _union(parts: Sequence[_Resolved]) -> _Resolved:
-    types, values = zip(*parts, strict=True)
-    return (
-        None if None in types else frozenset().union(*types),
-        None if None in values else tuple(value for some in values for value in some),
-    )
+    types, values = frozenset[str](), dict[tuple[str, str], Any]()
+    for part_types, part_values in parts:
+        types = None if types is None or part_types is None else types | part_types
+        types, values = _bounded(types, values | part_values)
+    return types, values
+
+
+def _both(one: _Resolved, other: _Resolved) -> _Resolved:
+    """What both let in; what the first one does where they contradict each other."""
+    (types, values), (more_types, more_values) = one, other
+    shared = types if more_types is None else more_types if types is None else types & more_types
+    left = {key: x for key, x in values.items() if more_types is None or key[0] in more_types or key in more_values}
+    right = {key: x for key, x in more_values.items() if types is None or key[0] in types or key in values}
+    found = shared, left | right
+    return one if shared is not None and not shared and not found[1] else found
+
+
+def _schemas(schema: dict, name: str) -> list:
+    parts = schema.get(name)
+    return parts if isinstance(parts, list) else []
 
 
 def _at(root: Any, reference: str) -> Any:
@@ -133,15 +156,16 @@ def as_text(value: Any) -> str:
 
 
 def value_of(text: str, kinds: Kinds) -> Any:
-    """The value that a text between tags stands for: of the schema's types, or else the text itself."""
-    stripped, types = text.strip(), kinds.types
-    # Models write values of an enumeration in quotes, too.
-    for written in (text, stripped, unquoted(stripped)) if kinds.values is not None else ():
-        matching = [value for value in kinds.values or () if as_text(value) == written]
+    """The value that a text between tags stands for: of the schema's values or types, or else the text itself."""
+    stripped = text.strip()
+    if kinds.has_null and (stripped == "null" or (stripped == "None" and not kinds.has_text)):
+        return None
+    # Models write values of an enumeration in quotes, too. Where any text is a value, a text is no other one.
+    for written in () if kinds.has_text or not kinds.values else (text, stripped, unquoted(stripped)):
+        matching = [value for value in kinds.values if as_text(value) == written]
         if matching:
             return next((value for value in matching if isinstance(value, str)), matching[0])
-    if "null" in types and (stripped == "null" or (stripped == "None" and "string" not in types)):
-        return None
+    types = kinds.types or frozenset(map(_type, kinds.values))
     if types & {"object", "array"} and stripped[:1] in ("{", "["):
         value = structure(stripped)
         if value is not None and ("object" if isinstance(value, dict) else "array") in types:
@@ -191,7 +215,11 @@ def _literal(text: str) -> Any:
     if len(text) > LONGEST_LITERAL:
         return None
     try:
+        with warnings.catch_warnings():
+            # Of escapes that are none.
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text)
         # What is no JSON, such as a set or a NaN, is none of ours either.
-        return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None

@@ -27,7 +27,7 @@ on the text alone, never on how it was divided.
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,17 @@ OPENING = "<parameter"
 PYTHON_TAG, NEXT = "<|python_tag|>", ";"
 # Characters of a name. What is longer is none.
 LONGEST_NAME = 256
-_NAME, _OPEN_NAME = re.compile(r"([^<>\n]{1,256})>"), re.compile(r"<function=[^<>\n]{0,256}")
+# Characters that decide whether a call begins.
+LONGEST_OPENING = 2 * LONGEST_NAME
+_NAME, _FUNCTION = re.compile(r"([^<>\n]{1,256})>"), re.compile(r"<function=([^<>\n]{1,256})>")
+_OPEN_NAME = re.compile(r"<function=[^<>\n]{0,256}")
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)', re.S)
+# What may become such a head.
+_OPEN_HEAD = re.compile(
+    r'\{\s*("?\w{0,4}|"name"\s*(:\s*("([^"\\]|\\.)*("\s*(,\s*("?\w{0,10}"?\s*:?\s*)?)?)?)?)?)', re.S
+)
+# Characters of a thought's end that are parsed in one turn.
+LONGEST_END = 20_000
 # A call whose name is not known after this many characters is parsed at its end only.
 LONGEST_HEAD = 4096
 # What may end a value, alone or with the tag that follows it. Models misspell the first one.
@@ -58,7 +67,7 @@ _STRAY, _OPEN_STRAY = (
     re.compile(r"</(?:parameter|function)\w{0,16}>"),
     re.compile(r"</(?:parameter|function)\w{0,16}\Z"),
 )
-_BLANK = re.compile(r"\s*")
+_OPENING, _BLANK = re.compile("|".join((START, FUNCTION))), re.compile(r"\s*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
@@ -183,7 +192,7 @@ class ToolParser:
     @property
     def is_after_call(self) -> bool:
         """Whether a call has ended and no other has begun."""
-        return self.count > 0 and self._state == "content"
+        return self.count > 0 and self._state in ("content", "next", "text")
 
     def push(self, text: str) -> Parsed:
         """Parses the next text."""
@@ -234,51 +243,62 @@ class ToolParser:
                 return True
             if CLOSE.startswith(text) and not self._has_ended:
                 return False
-        before, mark, rest = _first(self._buffer, (START, FUNCTION))
-        if not mark:
-            keep = len(before) - partial_marker(before, START, FUNCTION)
-            self._add_text(out, before[:keep])
-            self._buffer = before[keep:]
-            return False
-        self._add_text(out, before)
-        self._buffer = mark + rest
-        begins = self._after_start(out, rest.lstrip()) if mark == START else self._bare_function(out, self._buffer)
-        if begins is None:
-            # `finish` decides on an incomplete call.
-            return False
-        if not begins:
-            self._add_text(out, mark)
-            self._buffer = rest
-        return True
+        text, at = self._buffer, 0
+        while match := _OPENING.search(text, at):
+            # A call that may come is decided upon later; what stands before it is content.
+            begins = self._begins_call(match[0], match.start())
+            if begins is not False:
+                self._add_text(out, text[: match.start()])
+                self._buffer = text[match.start() :]
+                if begins is None:
+                    # `finish` decides on an incomplete call.
+                    return False
+                rest = self._buffer[len(START) :].lstrip()
+                return self._after_start(out, rest) if match[0] == START else self._begin_bare(out)
+            at = match.end()
+        kept = max(at, len(text) - partial_marker(text[at:], START, FUNCTION))
+        self._add_text(out, text[:kept])
+        self._buffer = text[kept:]
+        return False
 
-    def _after_start(self, out: Parsed, body: str) -> bool | None:
-        """Begins the call after <tool_call>: whether there is one; None where it may come."""
+    def _begins_call(self, mark: str, start: int) -> bool | None:
+        """Whether a call begins at a mark of the buffer; None where it may."""
+        body = self._after(start + len(mark) if mark == START else start, LONGEST_OPENING)
+        name = self._name_of(body, FUNCTION)
+        if mark == FUNCTION:
+            return (None if name is None and not self._has_ended else False) if not name else self._is_call(name, body)
+        parameter = self._name_of(body, PARAMETER)
+        if name or body.startswith(("{", END)) or (parameter and self._owner(parameter)):
+            return True
+        return None if None in (name, parameter) or END.startswith(body) else False
+
+    def _owner(self, parameter: str) -> str:
+        """The only tool that has a parameter; "" where there is none."""
+        owners = [tool for tool in self.schemas if parameter in self._properties(tool)]
+        return owners[0] if len(owners) == 1 else ""
+
+    def _after_start(self, out: Parsed, body: str) -> bool:
+        """Begins the call after <tool_call>."""
         if body.startswith("{"):
             self._raw, self._buffer, self._state = self._buffer[: -len(body)], body, "head"
             self._span = _Span()
-            return True
-        if body.startswith(END):
+        elif body.startswith(END):
             # An empty call is none.
             self._buffer = body[len(END) :]
-            return True
-        name, parameter = self._name_of(body, FUNCTION), self._name_of(body, PARAMETER)
-        if not name and parameter:
-            # The function's tag is missing.
-            owners = [tool for tool in self.schemas if parameter in self._properties(tool)]
-            name, body = (owners[0], ">" + body) if len(owners) == 1 else ("", body)
-        if name:
+        elif name := self._name_of(body, FUNCTION):
             self._begin_function(out, name, body, is_tagged=True)
-            return True
-        is_open = None in (name, parameter) or END.startswith(body)
-        return None if is_open else False
+        else:
+            # The function's tag is missing.
+            owner = self._owner(self._name_of(body, PARAMETER) or "")
+            self._begin_function(out, owner, ">" + body, is_tagged=True)
+        return True
 
-    def _bare_function(self, out: Parsed, body: str) -> bool | None:
-        """As `_after_start`, of XML without <tool_call>."""
-        name = self._name_of(body, FUNCTION)
-        is_call = self._is_call(name, body) if name else False
-        if name and is_call:
-            self._begin_function(out, name, body, is_tagged=False)
-        return None if name is None and not self._has_ended else is_call
+    def _begin_bare(self, out: Parsed) -> bool:
+        """Begins the call of XML without <tool_call>."""
+        name = self._name_of(self._buffer[:LONGEST_OPENING], FUNCTION)
+        assert name, "a call without a name"
+        self._begin_function(out, name, self._buffer, is_tagged=False)
+        return True
 
     def _name_of(self, text: str, tag: str) -> str | None:
         """The name in a tag at the beginning of a text: "" where it is none, None where it may come."""
@@ -420,9 +440,9 @@ class ToolParser:
         text = _without_break(self._buffer[:end])
         if self._is_passed_on:
             self._add(out, dumped(text)[1:-1] + '"')
-        elif text.strip() or self._kinds.has_text:
+        elif text.strip() or self._kinds.has_text or text in self._kinds.values:
             self._add(out, self._member(self._key) + dumped(value_of(text, self._kinds)))
-        elif "null" in self._kinds.types:
+        elif self._kinds.has_null:
             # Nothing is no value of these types.
             self._add(out, self._member(self._key) + "null")
         self._buffer, self._state = self._buffer[after:], "function"
@@ -458,11 +478,11 @@ class ToolParser:
             # Models close a value twice, too; a value may itself have tags of this name.
             self._count_tags(start)
             again = () if self._open_tags > 0 else (VALUE_END,)
-            return self._follows(rest, (PARAMETER, FUNCTION_END, END, FUNCTION, *again)), end
+            return self._follows(rest, (PARAMETER, FUNCTION_END, END, FUNCTION, START, *again)), end
         if mark.startswith(VALUE_END[:-1]):
             return self._follows(rest, (FUNCTION_END,)), end
         if mark == FUNCTION_END:
-            return self._follows(rest, (END, FUNCTION)), start
+            return self._follows(rest, (END, FUNCTION, START)), start
         if mark == END:
             return self._follows(rest, (START,)), start
         # The closing tag is missing, if this is a parameter of the tool.
@@ -472,10 +492,10 @@ class ToolParser:
         properties = self._properties(self._name)
         return bool(name) and (not properties or name in properties) and name != self._key, start
 
-    def _after(self, start: int) -> str:
+    def _after(self, start: int, length: int = len(VALUE_END)) -> str:
         """The text from an index on, without whitespace before it, as far as tags need it."""
         match = _BLANK.match(self._buffer, start)
-        return self._buffer[match.end() : match.end() + len(VALUE_END)] if match else ""
+        return self._buffer[match.end() : match.end() + length] if match else ""
 
     def _count_tags(self, end: int) -> None:
         text, self._counted = self._buffer[self._counted : end], max(end, self._counted)
@@ -723,30 +743,51 @@ def joined(deltas: Sequence[CallDelta]) -> list[dict]:
 
 
 class AnswerSplitter(ReasoningSplitter):
-    """Splits an answer with calls: a call between tags ends a thought, too, and begins the content."""
+    """Splits an answer with calls: a call of a tool between tags ends a thought, too, and begins the content.
+
+    Args:
+        started: As of `ReasoningSplitter`.
+        tools: The names of the tools.
+    """
+
+    def __init__(self, started: bool, tools: Collection[str]):
+        super().__init__(started)
+        self._tools = tools
 
     def _end_of_thought(self, text: str) -> tuple[int, int | None]:
         closed, after = super()._end_of_thought(text)
         at = text.find(START)
         while 0 <= at < closed:
-            body = text[at + len(START) :].lstrip()
-            if body.startswith("{") or _NAME.match(body.removeprefix(FUNCTION) if body.startswith(FUNCTION) else "<"):
+            begins = self._begins_call(text[at + len(START) : at + len(START) + LONGEST_HEAD].lstrip())
+            if begins:
                 return at, at
-            is_open = FUNCTION.startswith(body) or re.fullmatch(_OPEN_NAME, body)
-            if is_open and after is None:
+            if begins is None and after is None:
                 return at, None
             at = text.find(START, at + 1)
         return (min(closed, len(text) - partial_marker(text, START)), None) if after is None else (closed, after)
+
+    def _begins_call(self, body: str) -> bool | None:
+        """Whether a text begins with a call of a tool, after its tag; None where it may."""
+        if match := _HEAD.match(body):
+            return unquoted(match[1]) in self._tools
+        if match := _FUNCTION.match(body):
+            if match[1].strip() not in self._tools:
+                return False
+            rest = body[match.end() :].lstrip()
+            if rest.startswith((PARAMETER, FUNCTION_END)):
+                return True
+            return None if any(tag.startswith(rest) for tag in (PARAMETER, FUNCTION_END)) else False
+        return None if _OPEN_HEAD.fullmatch(body) or FUNCTION.startswith(body) or _OPEN_NAME.fullmatch(body) else False
 
 
 def call_at_end(thought: str, schemas: dict[str, dict]) -> Parsed:
     """The calls without tags of their own with which a thought ends that no tag has closed; none for other thoughts."""
     at = thought.find(FUNCTION)
     parser = ToolParser(schemas)
-    if at < 0:
+    if at < 0 or len(thought) - at > LONGEST_END:
         return Parsed()
     parsed, last = parser.push(thought[at:]), parser.finish()
-    return Parsed(calls=parsed.calls + last.calls)
+    return Parsed(calls=[] if (parsed.content + last.content).strip() else parsed.calls + last.calls)
 
 
 class FirstCall:
@@ -756,7 +797,8 @@ class FirstCall:
     """
 
     def __init__(self, is_thinking: bool, is_bare: bool, tools: str, is_forced: bool):
-        self._splitter, self._tools = AnswerSplitter(is_thinking), ToolParser(json.loads(tools), is_forced, is_bare)
+        schemas = json.loads(tools)
+        self._splitter, self._tools = AnswerSplitter(is_thinking, schemas), ToolParser(schemas, is_forced, is_bare)
 
     def __call__(self, text: str) -> bool:
         """Whether the sequence ends after ``text``, the next part of it."""

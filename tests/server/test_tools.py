@@ -13,7 +13,7 @@ from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import dumped
 from dflash_jax.server.grammar_source import sources
 from dflash_jax.server.messages import _object
-from dflash_jax.server.tool_values import Kinds, kinds_of, structure, value_of
+from dflash_jax.server.tool_values import MOST_VALUES, Kinds, kinds_of, structure, value_of
 from dflash_jax.server.tools import (
     FUNCTION_END,
     LONGEST_HEAD,
@@ -101,6 +101,14 @@ CASES = {
         [("f", '{"x": 1, "s": "a"}')],
     ),
     tagged(X).replace("</tool_call>", "") + "\nDone.": ("Done.", [ONE]),
+    tagged(("s", "a")).replace("</function>\n</tool_call>", "") + tagged(name="g"): (
+        "",
+        [("f", '{"s": "a"}'), ("g", "{}")],
+    ),
+    tagged(("s", "a")).replace("</parameter>", "").replace("\n</tool_call>", "") + tagged(name="g"): (
+        "",
+        [("f", '{"s": "a\\n"}'), ("g", "{}")],
+    ),
     # Several calls, and text around them.
     "<tool_call>\n<function=g>\n</function>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>": (
         "",
@@ -322,6 +330,13 @@ VALUES = [
     ({"enum": ["1"]}, "1", "1"),
     ({"enum": [1, "1"]}, "1", "1"),
     ({"enum": [1, 2]}, "2", 2),
+    ({"enum": ["", "a"]}, "", ""),
+    ({"anyOf": [{"enum": ["auto"]}, INTEGER]}, "5", 5),
+    ({"anyOf": [{"const": "auto"}, INTEGER]}, "auto", "auto"),
+    ({"anyOf": [STRING, {"const": 5}]}, "5", "5"),
+    ({"type": "integer", "enum": [1, 2]}, "1", 1),
+    ({"type": ["string", "null"], "enum": ["a", None]}, "null", None),
+    ({"type": "boolean", "enum": [True]}, "True", True),
     ({"anyOf": [{"type": "string", "enum": ["a"]}, {"const": "b"}]}, '"b"', "b"),
     (STRING, '"b"', '"b"'),
     ({"const": "1"}, "1", "1"),
@@ -357,6 +372,14 @@ def test_a_text_is_the_value_of_its_schema(schema, text, value):
 def test_references_are_resolved_in_a_time_that_their_number_bounds():
     branches = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(400)}
     assert kinds_of({"$ref": "#/$defs/d0"}, {"$defs": branches}).has_text
+    wide: dict = {"d0": {"enum": list(range(60))}} | {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i - 1}"}] * 30} for i in range(1, 9)
+    }
+    assert len(kinds_of({"$ref": "#/$defs/d8"}, {"$defs": wide}).values) == 60
+    many = {f"d{i}": {"anyOf": [{"enum": [f"{i}-{j}" for j in range(900)]}] * 9} for i in range(9)}
+    kinds = kinds_of({"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(9)]}, {"$defs": many})
+    assert kinds.has_text
+    assert len(kinds.values) <= MOST_VALUES
     nested: dict = STRING
     for _ in range(5000):
         nested = {"allOf": [nested]}
@@ -380,7 +403,7 @@ def test_the_grammar_of_calls_reads_a_schema_as_the_parser_does(schema):
     (rule,) = re.findall(r"^call_0_0(?:\[.*\])?: (.*)$", grammar, re.M)
     kinds = kinds_of(schema, ROOT)
     assert ("(?s:.*)" in rule) == kinds.has_text
-    assert ("%json" in rule) == (not kinds.has_text and kinds.values is None)
+    assert ("call_0_0_json" in rule) == (not kinds.has_text and bool(kinds.types))
 
 
 # Numbers that JSON or a double has not.
@@ -432,7 +455,7 @@ def test_arguments_are_json_whatever_numbers_the_model_writes(form, value, step)
 
 
 def answered(text: str, cuts=()) -> tuple[str, str]:
-    splitter = AnswerSplitter(True)
+    splitter = AnswerSplitter(True, SCHEMAS)
     found = [*(splitter.push(piece) for piece in pieces(text, cuts)), splitter.finish()]
     return "".join(r for r, _ in found), "".join(c for _, c in found)
 
@@ -444,7 +467,21 @@ THOUGHTS = {
     "I use <tool_call>\n<function=> here.\n</think>\n\nYes.": ("I use <tool_call>\n<function=> here.", "Yes."),
     "Hm. <tool_call": ("Hm. <tool_call", ""),
     "Hm.</think>" + tagged(X): ("Hm.", tagged(X)),
-    "a <tool_call> b <tool_call>\n<function=f>": ("a <tool_call> b", "<tool_call>\n<function=f>"),
+    "a <tool_call> b <tool_call>\n<function=g>\n</function>": (
+        "a <tool_call> b",
+        "<tool_call>\n<function=g>\n</function>",
+    ),
+    # No tool, no call.
+    "I write <tool_call><function=name> first.\n</think>\n\nYes.": (
+        "I write <tool_call><function=name> first.",
+        "Yes.",
+    ),
+    "<tool_call>\n<function=f> it is.\n</think>\n\nYes.": ("<tool_call>\n<function=f> it is.", "Yes."),
+    "As <tool_call>{...} here.</think>Yes.": ("As <tool_call>{...} here.", "Yes."),
+    'As <tool_call>{"name": "k", "arguments": {}}</tool_call>.</think>Yes.': (
+        'As <tool_call>{"name": "k", "arguments": {}}</tool_call>.',
+        "Yes.",
+    ),
 }
 
 
@@ -455,7 +492,8 @@ def test_a_call_ends_a_thought(text):
 
 def test_a_call_without_tags_that_a_thought_ends_with():
     call = tagged(X).replace("<tool_call>\n", "")
-    for text, names in {"Hm. " + call: ["f"], "Hm. <function=k>\n</function>": [], "Hm.": []}.items():
+    later = {"Hm. " + call + "\nNo, I do not.": [], "Hm. <function=k>\n</function>": [], "Hm.": []}
+    for text, names in ({"Hm. " + call: ["f"]} | later).items():
         found = joined(call_at_end(text, SCHEMAS).calls)
         assert [each["function"]["name"] for each in found] == names
     assert FUNCTION_END in call
