@@ -20,7 +20,7 @@ SLOTS = 2
 
 @pytest.fixture(scope="module")
 def mock(llm):
-    mock = hosted(llm, AsyncEngine(host.mock_engine(llm, SimpleNamespace(**ARGS), SLOTS)).start())
+    mock = hosted(llm, AsyncEngine(host.device_of(SimpleNamespace(**ARGS), SLOTS).engine(llm)).start())
     running = Running(Serving(llm, in_process(mock), ["mock"]), mock)
     yield running
     running.stop()
@@ -100,10 +100,19 @@ def test_a_request_counts_by_its_share_of_the_time(monkeypatch):
 
 
 def test_the_table_has_the_device_before_the_lines_of_its_streams():
-    row = {"streams": 32, "line": "http", "tokens_per_s": 20000.0, "device_tokens_per_s": 21000.0, "share": 0.95}
-    row |= {"gap_p50_ms": 0.0, "gap_p99_ms": 0.1, "host_ms_a_dispatch": 1.0, "engine_us_a_token": 2.0}
-    row |= {"server_us_a_token": 3.0, "client_us_a_token": None}
+    args = SimpleNamespace(**ARGS | {"round_ms": 6.0, "seconds": 2.0})
+    window = {"engine_s": 0.1, "host_s": 0.2, "dispatches": 100, "p50": 0.0, "p99": 0.0001}
+    row = host.row(args, 32, "http", 20000.0, window, {"engine": 0.2, "front": 0.4})
     lines = host.table([row]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[2].startswith("| 32 | device | 21000 | 1.00 |")
-    assert lines[3] == "| 32 | http | 20000 | 0.95 | 0.00 | 0.10 | 1.00 | 2.00 | 3.00 |  |"
+    assert lines[2].startswith("| 32 | device | 21")
+    assert lines[3] == "| 32 | http | 20000 | 0.94 | 0.00 | 0.10 | 2.00 | 2.50 | 5.00 | 10.00 |  |  |"
+
+
+def test_a_window_has_what_figures_grow_by():
+    samples = [(0.1 * i, 0.01 * i, 0.02 * i, 3 * i, 4 * i) for i in range(11)]
+    window = host.window_of({"samples": samples, "gaps": [0.001 * (i == 20) for i in range(44)]}, 0.15, 0.75)
+    assert window == pytest.approx(
+        {"engine_s": 0.05, "host_s": 0.1, "dispatches": 15, "p50": 0.0, "p99": window["p99"]}
+    )
+    assert 0 < window["p99"] <= 0.001
