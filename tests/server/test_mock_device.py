@@ -105,8 +105,8 @@ def test_the_table_has_the_device_before_the_lines_of_its_streams():
     row = host.row(args, 32, "http", 20000.0, window, {"engine": 0.2, "front": 0.4})
     lines = host.table([row]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[2].startswith("| 32 | device | 21")
-    assert lines[3] == "| 32 | http | 20000 | 0.94 | 0.00 | 0.10 | 2.00 | 2.50 | 5.00 | 10.00 |  |  |"
+    assert lines[2].startswith("| 32 | device | 20779 | 1.00 |")
+    assert lines[3] == "| 32 | http | 20000 | 0.96 | 0.00 | 0.10 | 2.00 | 2.50 | 5.00 | 10.00 |  |  |"
 
 
 def test_a_window_has_what_figures_grow_by():
