@@ -369,15 +369,27 @@ class ToolParser:
     # XML.
 
     def _begin_function(self, out: Parsed, name: str, body: str, is_tagged: bool) -> None:
-        self._begin(out, name)
+        self._begin(out, _mended(name, self.schemas))
         self._buffer, self._state, self._is_tagged = body[body.index(">") + 1 :], "function", is_tagged
+        self._span = _Span()
 
     def _in_function(self, out: Parsed) -> bool:
         """Between parameters."""
         text = self._buffer.lstrip()
         name = self._name_of(text, PARAMETER)
         if name:
-            self._begin_value(out, name, text[text.index(">") + 1 :])
+            key = _mended(name, self._properties(self._name))
+            self._begin_value(out, key, text[text.index(">") + 1 :])
+            return True
+        if text.startswith("{") and not self._members:
+            # All arguments as JSON.
+            end = self._span.end(text)
+            if end is None and not self._has_ended:
+                return False
+            arguments = structure(text[:end])
+            for key, value in (arguments if isinstance(arguments, dict) else {RAW: text[:end]}).items():
+                self._add(out, self._member(key) + dumped(value))
+            self._buffer = "" if end is None else text[end:]
             return True
         if text.startswith(FUNCTION_END):
             self._close(out)
@@ -683,6 +695,12 @@ class ToolParser:
         else:
             self._state = "text"
         return True
+
+
+def _mended(name: str, known: Collection[str]) -> str:
+    """The known name that a name in a tag begins with, in quotes or not; where there is none, the name."""
+    beginning = re.match(r"[\"']?([\w.:-]+)", name)
+    return beginning[1] if name not in known and beginning and beginning[1] in known else name
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[str, str, str]:

@@ -130,6 +130,14 @@ CASES = {
     tagged(("s", "a </parameter1> b")): ("", [("f", '{"s": "a </parameter1> b"}')]),
     tagged(("s", "<parameter>a</parameter>")): ("", [("f", '{"s": "<parameter>a</parameter>"}')]),
     tagged(("s", "a")).replace("\n</parameter>", "</parameter>"): ("", [("f", '{"s": "a"}')]),
+    # Names that are known, and more.
+    tagged(X, name='f x="1"'): ("", [ONE]),
+    tagged(X, name='"f"'): ("", [ONE]),
+    tagged(X, name="k x"): ("", [("k x", '{"x": "1"}')]),
+    tagged(("x=1", "2")): ("", [("f", '{"x": 2}')]),
+    '<tool_call>\n<function=f>\n{"x": 1}\n</function>\n</tool_call>': ("", [ONE]),
+    "<tool_call>\n<function=f>\n{'x': 1}\n": ("", [ONE]),
+    "<tool_call>\n<function=f>\n{x}\n</function>\n</tool_call>": ("", [("f", '{"_raw": "{x}"}')]),
     # Nothing is a text, and no number.
     tagged(("x", ""), ("s", "a")): ("", [("f", '{"s": "a"}')]),
     tagged(("x", " \n")): ("", [("f", "{}")]),
