@@ -1,17 +1,24 @@
 """A model runner without a model, whose device is a clock: it shows the costs and decisions of the engine's host."""
 
+import json
+import os
+import re
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dflash_jax import LLM
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED
 from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.config import EngineConfig, prefill_config, speculations_of
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 
@@ -19,6 +26,12 @@ from dflash_jax.engine.request import Request
 PERIOD = 4093
 # The part of a round with masks that proposes.
 PROPOSING = 0.2
+# The environment's variable with a `MockDevice` as JSON.
+VARIABLE = "DFLASH_MOCK_DEVICE"
+# The block size of the drafter that the device has.
+BLOCK = 8
+# Seconds between two samples of the figures.
+SAMPLE_S = 0.02
 
 
 class Clock(Protocol):
@@ -315,3 +328,82 @@ class MockRunner(MockCopies, ModelRunner):
     def bytes(self, tree: Any) -> int:
         """See `ModelRunner.bytes`: of a snapshot."""
         return self.snapshot_bytes
+
+
+@dataclass(frozen=True)
+class MockDevice:
+    """A device and its engine.
+
+    Attributes:
+        slots: Slots.
+        positions: Positions of each.
+        round_s: Seconds of a round.
+        tokens: Tokens that a round yields of each sequence.
+        figures: The file of `Figures`; "" for none.
+        prefill_s: Seconds of a token of a prefill chunk.
+    """
+
+    slots: int
+    positions: int
+    round_s: float
+    tokens: int
+    figures: str = ""
+    prefill_s: float = 5e-6
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of a server with this device."""
+        return os.environ | {VARIABLE: json.dumps(asdict(self))}
+
+    def engine(self, llm: LLM) -> Engine:
+        """An engine of the model's vocabulary on this device."""
+        runner = MockRunner(
+            self.slots,
+            self.positions,
+            round_s=self.round_s,
+            tokens=self.tokens,
+            prefill_s=self.prefill_s,
+            vocabulary=printable(llm),
+            vocab_size=llm.config.vocab_size,
+        )
+        options = {"max_queue": 1024, "prefix_bytes": runner.pages[0] * runner.page_bytes[0] // 2, "masks": True}
+        return Engine(runner, EngineConfig(speculations_of((BLOCK,)), **prefill_config("gpu", True), **options))
+
+
+def printable(llm: LLM) -> list[int]:
+    """Tokens of printable ASCII, without tags such as ``<think>``."""
+    assert llm.tokenizer is not None
+    texts = {token: llm.tokenizer.token_bytes(token) for token in range(llm.config.vocab_size)}
+    return [token for token, text in texts.items() if re.fullmatch(rb"[ -;=-~]+", text)]
+
+
+class Figures(threading.Thread):
+    """Samples what an engine's thread and its device do.
+
+    Attributes:
+        samples: (``time.perf_counter()``, processor seconds of the engine's thread, host seconds, dispatches, gaps) of
+            each moment, totals but for the first.
+    """
+
+    def __init__(self, engine: Engine):
+        super().__init__(name="figures", daemon=True)
+        assert isinstance(engine.runner, MockRunner)
+        self._engine, self._gaps, self._has_ended = engine, engine.runner.gaps, threading.Event()
+        self.samples: list[tuple[float, float, float, int, int]] = []
+
+    def run(self) -> None:
+        """The thread."""
+        statistics = self._engine.statistics
+        while not self._has_ended.wait(SAMPLE_S):
+            thread = next((thread for thread in threading.enumerate() if thread.name == "engine"), None)
+            if thread is None or thread.ident is None:
+                continue
+            clock = time.pthread_getcpuclockid(thread.ident)
+            dispatches, gaps = sum(statistics.dispatches.values()), len(self._gaps)
+            self.samples.append((time.perf_counter(), time.clock_gettime(clock), statistics.host_s, dispatches, gaps))
+
+    def stop(self) -> dict[str, Any]:
+        """Ends the thread: the samples, and all gaps of the device in seconds."""
+        self._has_ended.set()
+        self.join()
+        return {"samples": self.samples, "gaps": self._gaps}

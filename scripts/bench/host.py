@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.service import AsyncEngine
-from tools.mock_engine import Figures, MockDevice
+from tools.mock_runner import Figures, MockDevice
 from tools.server_process import ServerProcess, free_port, is_ready, machine
 
 INTRODUCTION = """# What the host costs

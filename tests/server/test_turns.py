@@ -25,12 +25,10 @@ from dflash_jax.server.engine_client import EngineClient
 from dflash_jax.server.limits import DEFAULT_LIMITS as LIMITS
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving
-from tests.helpers import load_script
 from tests.server.conftest import Running, hosted
 from tests.server.turns import MOST_S, Turns
-from tools.mock_runner import MockRunner
+from tools.mock_runner import MockRunner, printable
 
-host = load_script("bench/host.py")
 CAPACITY = 2**17
 # Tokens whose log-probabilities are asked for: each entry takes as long as hundreds of other values.
 ENTRIES = 2**14
@@ -100,7 +98,7 @@ def mock(llm):
         CAPACITY,
         round_s=0.0,
         prefill_s=0.0,
-        vocabulary=host.vocabulary(llm),
+        vocabulary=printable(llm),
         vocab_size=llm.config.vocab_size,
     )
     config = EngineConfig(speculations_of((8,)), **prefill_config("gpu", True), max_queue=1024, masks=True)

@@ -5,7 +5,7 @@ import sys
 
 import httpx
 
-from tools.mock_engine import MockDevice
+from tools.mock_runner import MockDevice
 from tools.server_process import ServerProcess, free_port, is_ready
 
 
