@@ -39,8 +39,9 @@ def _hear(handler: Any) -> None:
 
 
 def _on_signal(number: int, frame) -> None:
-    # A second one has the process end as usual.
-    signal.signal(number, signal.SIG_DFL)
+    # A second one has the process end as usual; the other one is not to interrupt the end of Ray's processes.
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_DFL if other == number else signal.SIG_IGN)
     raise _Stopped(signal.Signals(number).name)
 
 

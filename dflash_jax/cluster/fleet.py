@@ -318,7 +318,11 @@ class Fleet:
         """Looks at a connected engine, for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
-            await self._look(engine)
+            try:
+                await self._look(engine)
+            except Exception:
+                # An engine that is closed for now is to be looked at again.
+                log.exception("engine %s was not looked at", engine.name)
 
     async def _look(self, engine: Engine) -> None:
         loop = asyncio.get_running_loop()

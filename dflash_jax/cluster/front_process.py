@@ -95,9 +95,11 @@ class ClusterFront(FrontProcess):
             self._begin(self._keep(key))
 
     async def _keep(self, key: tuple[str, str, int]) -> None:
-        await self._links[key].run()
-        # At once, so that an engine that is announced again has a new link.
-        del self._links[key]
+        try:
+            await self._links[key].run()
+        finally:
+            # At once, so that an engine that is announced again has a new link.
+            del self._links[key]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from dflash_jax import protocol
 from dflash_jax.cluster.fleet import Engine, Fleet
-from dflash_jax.errors import EngineError
+from dflash_jax.errors import EngineError, InputError
 from dflash_jax.parallel.handshake import GREETING_S, GREETINGS, NONCE, PROOF, proof_of, tune
 from dflash_jax.server import transport, wire
 
@@ -70,13 +70,17 @@ def tls_of(args: Namespace) -> Tls | None:
     fronts.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     # The first one of the file is the engine's; those of its authorities follow.
     body = Path(args.ssl_certfile).read_text("latin-1").partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
+    if not body:
+        raise InputError(f"--ssl-certfile {args.ssl_certfile}: it must begin a certificate with {ssl.PEM_HEADER}")
     return Tls(engines, fronts, ssl.PEM_cert_to_DER_cert(ssl.PEM_HEADER + body + ssl.PEM_FOOTER))
 
 
 def _check(data: bytes, secret: bytes, end: bytes, *parts: bytes) -> None:
     """Checks the proof of the other end. Raises StrangerError."""
     if not hmac.compare_digest(data, proof_of(secret, end, *parts)):
-        raise StrangerError(f"no {end.decode()} of this cluster is there: it does not know the secret, or relays it")
+        raise StrangerError(
+            f"no {end.decode()} of this cluster is there: it does not know the secret, or passes on another's proof"
+        )
 
 
 async def _hand_over(reader: asyncio.StreamReader, connection: Any, make: Callable[[], wire.Channel]) -> None:

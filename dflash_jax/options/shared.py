@@ -164,6 +164,7 @@ class LLMOptions:
         "last positions of the context that the drafter sees (default: all)",
         "W",
         least=1,
+        most=10**9,
         aliases="--speculative-dflash-draft-window-size --speculative-draft-window-size",
     )
     draft_sink_size: int = _drafting(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.argument_checks import check_type, hints_of, suggestion
+from dflash_jax.argument_checks import check_type, hints_of, shown, suggestion
 from dflash_jax.checkpoint.config_files import CONFIGS, find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.options.option import options_of
@@ -88,11 +88,17 @@ def with_config(parser: Parser, argv: list[str] | None, names: Container[str] | 
         argv: The words; None for those of the process.
         names: The options whose defaults are taken; None: all that the parser has.
     """
-    args = parser.parse_args(argv)
-    if args.config is None:
-        return args, None
-    system, names = read_system(args.config), parser.options if names is None else names
-    parser.set_defaults(**{name: value for name, value in system.options.items() if name in names})
+    # Other names of options have their meaning with the config's defaults.
+    config = parser.parse_known_args(argv)[0].config
+    if config is None:
+        return parser.parse_args(argv), None
+    system, names = read_system(config), parser.options if names is None else names
+    defaults = {name: value for name, value in system.options.items() if name in names}
+    for name, value in defaults.items():
+        option = parser.options.get(name)
+        if option is not None and not option.is_good(value):
+            raise InputError(f"config {config}: {name} is {shown(value)}: it must be {option.right}")
+    parser.set_defaults(**defaults)
     return parser.parse_args(argv), system
 
 

@@ -48,7 +48,9 @@ def sampling(
     Raises:
         ApiError: A value is invalid.
     """
-    values: dict[str, Any] = {name: value for name, value in body if name in FIELDS - {"n"} and value is not None}
+    # No stop string may be empty: a text without any is none.
+    names = FIELDS - {"n"}
+    values: dict[str, Any] = {name: value for name, value in body if name in names and value not in (None, "")}
     values |= {
         "logit_bias": biases(getattr(body, "logit_bias", None)),
         "seed": secrets.randbits(32) if seed is None else seed % SEEDS,

@@ -187,11 +187,11 @@ class ResponseStore:
         self._end = weakref.finalize(self, at_end.close)
         if not size:
             return
-        if self.path is None:
-            folder = tempfile.mkdtemp(prefix="dflash-responses-")
-            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
-            self.path, is_temporary = Path(folder, "responses.sqlite"), True
         try:
+            if self.path is None:
+                folder = tempfile.mkdtemp(prefix="dflash-responses-")
+                at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+                self.path, is_temporary = Path(folder, "responses.sqlite"), True
             self._reader, self._writer = _open(self.path, at_end)
             # What is deleted from a file that is kept is to be gone.
             for pragma in ("synchronous = OFF",) if is_temporary else ("synchronous = NORMAL", "secure_delete = ON"):
@@ -199,7 +199,8 @@ class ResponseStore:
         except (InputError, OSError, ValueError, sqlite3.Error) as e:
             self._end()
             reason = getattr(e, "strerror", None) or e
-            raise InputError(f"--response-store-path {path}: {reason}") from None
+            where = "the temporary file of stored responses" if path is None else f"--response-store-path {path}"
+            raise InputError(f"{where}: {reason}") from None
 
     async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
         """The entry of an owner; None where there is none."""

@@ -20,7 +20,7 @@ from dflash_jax.server.stream import JsonAnswer
 
 router = APIRouter()
 # The id of a stored item, which is its first key.
-_ID = re.compile(rb'\{"id":("(?:[^"\\]|\\.)*")')
+_ID = re.compile(rb'\{"id":("(?:[^"\\]++|\\.)*+")')
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -164,6 +164,7 @@ async def input_items(
         if not any(entry.input.startswith(begin, place) for place, _ in items):
             raise ApiError(404, f"after is {after!r}: there is no such item", "after")
     page = [entry.input[place:end] for place, end in islice(items, limit)]
-    ids = [item_id(item) for item in page[:1] + page[-1:]] or [None]
+    ends = page[:1] + page[-1:] if len(page) > 1 else page
+    ids = [item_id(item) for item in ends] or [None]
     names = {"first_id": ids[0], "last_id": ids[-1], "has_more": next(items, None) is not None}
     return JsonAnswer({"object": "list", "data": iter(page), **names})

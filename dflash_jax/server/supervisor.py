@@ -452,7 +452,7 @@ class Supervisor:
             # This process was stopped itself, and so were perhaps the others.
             was_stopped, last = now - last > 2 * PING_S + 1, now
             for process in self._processes():
-                if not process.is_stopping:
+                if not (process.is_stopping or process.ended.done()):
                     self._look_at(process, now, was_stopped)
 
     def _look_at(self, process: _Process, now: float, was_stopped: bool) -> None:

@@ -73,8 +73,16 @@ def ingress_of(*words):
         ingress.stop()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgets_late():
+    """Engines are announced once here, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ingress_module, "FORGET_S", 3600.0)
+        yield
+
+
 @pytest.fixture(scope="module")
-def cluster(hosts):
+def cluster(hosts, forgets_late):
     """An ingress with two fronts, and its two engines by name."""
     info = {"model_path": "bundled"}
     engines = {name: EngineThread(hosted(host.llm, host.engine, NAME, info=info)) for name, host in hosts.items()}

@@ -151,3 +151,19 @@ def test_numbers_of_devices_leave_the_data_as_it_is(command, words):
     args = parse(command, [*words, "--tp", "2"])
     assert [str(path) for path in args.data] == ["x.jsonl"]
     assert args.mesh == "tensor=2"
+
+
+def test_other_names_of_options_have_their_meaning_with_the_defaults_of_a_config(tmp_path):
+    """DFlash drafts in one step; the MTP head that the config names, in several."""
+    path = tmp_path / "system.toml"
+    path.write_text('draft = "mtp"\n')
+    args, _ = with_config(serve.make_parser(), ["--config", str(path), "--speculative-num-steps", "3"])
+    assert (args.draft, args.max_block_size) == ("mtp", 4)
+
+
+@pytest.mark.parametrize(("line", "told"), [("slots = 0", "slots is 0"), ("mem_fraction = 7.0", "mem_fraction is 7.0")])
+def test_values_of_a_config_are_checked_before_anything_starts(tmp_path, line, told):
+    path = tmp_path / "system.toml"
+    path.write_text(f"{line}\n")
+    with pytest.raises(InputError, match=told):
+        with_config(serve.make_parser(), ["--config", str(path)])

@@ -428,3 +428,14 @@ def test_a_forced_call_that_is_cut_is_no_content(quiet, width):
         assert not any(delta.get("content") for delta in deltas)
     stopped = quiet.post("/v1/chat/completions", **body, max_tokens=99, stop=["name"]).json()["choices"][0]
     assert not stopped["message"]["content"]
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_regex"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_an_empty_stop_string_is_none(quiet, path, name):
+    body = {"prompt": "x", "max_tokens": 2} if path == "/v1/completions" else {"messages": MESSAGES, "max_tokens": 2}
+    if path == "/generate":
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 2, name: ""}}
+    else:
+        body |= {name: ""}
+    assert quiet.post(path, **body).status_code == 200
