@@ -30,7 +30,8 @@ ShownReasoning = Literal["stream", "whole", "content", "none"]
 class Function(Lenient):
     """A function that the model may call."""
 
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    # Claude Code names tools of its servers by up to 128 characters.
+    name: str = Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None

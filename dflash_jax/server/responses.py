@@ -1,11 +1,13 @@
 """/v1/responses: OpenAI's newer interface over the same conversations."""
 
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
+from dflash_jax.frontend.messages import RAW
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, request_metrics, usage
 from dflash_jax.server.body import MediaRoute
@@ -16,7 +18,17 @@ from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, as_api_error, from_conversion_error
 from dflash_jax.server.request_context import current, fresh_id
 from dflash_jax.server.response_store import StoredResponse
-from dflash_jax.server.responses_input import InputItem, ResponsesRequest, as_chat, kept_items, takes_media
+from dflash_jax.server.responses_input import (
+    INPUT,
+    LEFT_OUT,
+    InputItem,
+    ResponsesRequest,
+    Tools,
+    as_chat,
+    as_function_item,
+    kept_items,
+    takes_media,
+)
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import earlier_items, loaded, stored_items, stored_response
 from dflash_jax.server.stream import EventStream, JsonAnswer, Later, event_frames, frame
@@ -49,7 +61,8 @@ async def responses(http: Request, body: ResponsesRequest):
             entry = StoredResponse(stored_response(response), stored)
             response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
-    events = response_events(serving, talk, sequences[0], value, store_response, bool(body.stream))
+    output = Output(serving.llm.tokenizer, Tools.of(body.tools or ()))
+    events = response_events(serving, talk, sequences[0], value, store_response, bool(body.stream), output)
     if body.stream:
         answer = EventStream(event_frames(events, are_numbered=True), last=b"", error=error_frame).start()
     else:
@@ -71,13 +84,17 @@ async def prepare_response(
     """
     serving: Serving = http.app.state.serving
     input_items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    if not input_items:
+    if not (input_items or body.instructions or earlier):
         raise ApiError(400, "input is empty", "input")
     items: list[InputItem] = []
     async for item in serving.in_steps(earlier):
         async with serving.long_step(len(item)):
-            items.append(InputItem(**loaded(item)))
-    count, items = len(items), items + input_items
+            items.append(as_function_item(InputItem(**loaded(item))))
+    async for item in serving.in_steps(input_items):
+        items.append(as_function_item(item))
+    count, input_items = len(earlier), items[len(earlier) :]
+    if left_out := Tools.of(body.tools or ()).left_out:
+        current().note(f"tools: {', '.join(sorted(set(left_out)))} left out, since this server has none of them")
 
     async def chat_of(places: Sequence[int]) -> ChatRequest:
         """The chat request of the items at these places."""
@@ -99,7 +116,8 @@ async def prepare_response(
     except ValidationError as e:
         raise from_conversion_error(e) from None
     lines = [earlier[i] for i in places if i < count]
-    stored = await stored_items(serving, lines, [items[i] for i in places if i >= count])
+    given = [items[i] for i in places if i >= count and items[i].type not in LEFT_OUT]
+    stored = await stored_items(serving, lines, given)
     talk, sequences = await prepare_chat(serving, chat)
     return talk, sequences, stored
 
@@ -124,12 +142,13 @@ async def response_events(
     value: dict,
     store_response: Callable[[dict], Awaitable[None]],
     is_streamed: bool,
+    output: "Output",
 ) -> AsyncGenerator[dict, None]:
     """Yields the events of a response. An error after the first one is the last event, where these are streamed.
 
     It is stored before the last event, so that a client that reads that event can continue it.
     """
-    output, parser, has_begun = Output(serving.llm.tokenizer), talk.parser(), False
+    parser, has_begun = talk.parser(), False
     try:
         async for piece in serving.pieces(sequence):
             if not has_begun:
@@ -156,11 +175,16 @@ async def response_events(
 
 
 class Output(GrowingItems):
-    """The items of an answer."""
+    """The items of an answer.
 
-    def __init__(self, tokenizer):
+    Args:
+        tokenizer: The tokenizer.
+        tools: The request's tools.
+    """
+
+    def __init__(self, tokenizer, tools: Tools):
         super().__init__()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tools = tokenizer, tools
         # Log-probabilities of tokens whose text is held back wait for the text.
         self._logprobs: list[dict] = []
 
@@ -175,8 +199,13 @@ class Output(GrowingItems):
     def _begun(self, kind: str, call: CallDelta | None) -> list[dict]:
         part: dict[str, Any] | None = None
         item: dict[str, Any]
-        if call is not None:
+        if call is not None and call.name in self._tools.customs:
+            item = {"id": f"ctc_{fresh_id()}", "type": "custom_tool_call", "call_id": call.id, "name": call.name}
+            item |= {"input": "", "status": "in_progress"}
+        elif call is not None:
             item = {"id": f"fc_{fresh_id()}", "type": "function_call", "call_id": call.id, "name": call.name}
+            if call.name in self._tools.namespaces:
+                item["namespace"], item["name"] = self._tools.namespaces[call.name]
             item |= {"arguments": "", "status": "in_progress"}
         elif kind == "content":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -194,6 +223,9 @@ class Output(GrowingItems):
         return [added | {"item": item | {"content": []}}, begun]
 
     def _grown(self, kind: str, text: str) -> list[dict]:
+        if kind == "call" and "input" in self.items[-1]:
+            # A text of JSON: it is known at its end.
+            return []
         if kind == "call":
             return [self._event("response.function_call_arguments.delta", delta=text)]
         part, more = self.items[-1]["content"][0], {}
@@ -205,7 +237,13 @@ class Output(GrowingItems):
     def _ended(self, kind: str, text: str, status: str) -> list[dict]:
         item = self.items[-1]
         item["status"] = status
-        if kind == "call":
+        if kind == "call" and "input" in item:
+            item["input"] = _input_of(text)
+            events = [
+                self._event("response.custom_tool_call_input.delta", delta=item["input"]),
+                self._event("response.custom_tool_call_input.done", input=item["input"]),
+            ]
+        elif kind == "call":
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
         else:
@@ -221,6 +259,13 @@ class Output(GrowingItems):
 
     def _event(self, kind: str, **values) -> dict:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
+
+
+def _input_of(arguments: str) -> str:
+    """The text that a custom tool is called with."""
+    value = json.loads(arguments or "{}")
+    text = value.get(INPUT, value.get(RAW)) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 # Fields of a request that its response repeats.
@@ -246,7 +291,10 @@ def envelope(body: ResponsesRequest, name: str, response_id: str, created: int, 
         "store": is_stored,
         "text": body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [t.model_dump() for t in body.tools or ()],
+        "tools": [
+            t.model_dump(exclude={"format", "tools"}) if t.type == "function" else t.model_dump(exclude_unset=True)
+            for t in body.tools or ()
+        ],
         "truncation": body.truncation or "disabled",
         "usage": None,
         "metadata": body.metadata or {},

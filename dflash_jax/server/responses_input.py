@@ -3,7 +3,9 @@
 With ``truncation: "auto"`` a conversation that is too long continues without its oldest items.
 """
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -11,24 +13,30 @@ from pydantic import Field, ValidationError
 from dflash_jax.media.parts import TYPES
 from dflash_jax.server import chat_schema, schema
 from dflash_jax.server.chat import tools_in_use
-from dflash_jax.server.chat_schema import Function, FunctionName, Part
+from dflash_jax.server.chat_schema import FunctionName, Part
 from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.schema_base import Effort, Items, Json, Open, Strict, neutral_table
+from dflash_jax.server.schema_base import Effort, Items, Json, Lenient, Open, Strict, neutral_table
 from dflash_jax.server.serving import Serving
 
 
-class ResponsesTool(Function):
-    """A function, flat in this interface."""
+class ResponsesTool(Lenient):
+    """A function, flat in this interface; a custom tool, whose argument is a text; or functions of a namespace."""
 
-    type: Literal["function"]
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+    format: Json | None = None
+    tools: Items[Json] | None = None
 
 
 class ResponsesToolName(FunctionName):
     """A tool by its name."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 class ResponsesAllowedTools(Strict):
@@ -104,6 +112,100 @@ class ResponsesRequest(schema.SharedFields):
 AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs")
 
 
+# The argument of a custom tool, and what joins the names of a namespace and of its function.
+INPUT, JOINT = "input", "__"
+# Tools of OpenAI's servers and of Codex itself, which Codex names in every request.
+HOSTED = ("web_search", "local_shell", "tool_search", "image_generation", "code_interpreter", "file_search", "mcp")
+# Items of such tools that say nothing without them, and what other servers have encrypted.
+LEFT_OUT = (
+    *("web_search_call", "image_generation_call", "code_interpreter_call", "file_search_call", "mcp_list_tools"),
+    *("compaction", "compaction_summary"),
+)
+# Calls and results that are read as those of functions, and the key of a call's arguments.
+CALLS = {"custom_tool_call": INPUT, "local_shell_call": "action", "tool_search_call": "arguments"}
+RESULTS = {"custom_tool_call_output": "output", "local_shell_call_output": "output", "tool_search_output": "tools"}
+
+
+@dataclass
+class Tools:
+    """The tools of a request.
+
+    Attributes:
+        functions: As tools of a chat.
+        customs: Names of custom tools.
+        namespaces: Namespace and name of functions by their flat names.
+        left_out: Types of tools that this server has not.
+    """
+
+    functions: list[dict] = field(default_factory=list)
+    customs: set[str] = field(default_factory=set)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, tools: Sequence[ResponsesTool]) -> "Tools":
+        """Raises ApiError for a tool of an unknown type, or without a name."""
+        found = cls()
+        for i, tool in enumerate(tools):
+            where = f"tools[{i}]"
+            if tool.type.startswith(HOSTED):
+                found.left_out.append(tool.type)
+                continue
+            if tool.type not in ("function", "custom", "namespace"):
+                right = "function, custom or namespace"
+                raise ApiError(400, f"{where}.type is {tool.type[:64]!r}: it must be {right}", f"{where}.type")
+            if tool.name is None:
+                raise ApiError(400, f"{where}.name is missing", f"{where}.name")
+            if tool.type == "namespace":
+                found._add_namespace(tool.name, tool.tools or (), where)
+            elif tool.type == "custom":
+                found.customs.add(tool.name)
+                found._add(_custom(tool))
+            else:
+                fields = tool.model_dump(include={"name", "description", "parameters", "strict"})
+                found._add(fields)
+        return found
+
+    def _add(self, function: dict) -> None:
+        self.functions.append({"type": "function", "function": function})
+
+    def _add_namespace(self, namespace: str, tools: Sequence[Json], where: str) -> None:
+        for i, tool in enumerate(tools):
+            name = tool.get("name")
+            if tool.get("type") != "function" or not isinstance(name, str):
+                at = f"{where}.tools[{i}]"
+                raise ApiError(400, f"{at} must be a function with a name", at)
+            flat = f"{namespace}{JOINT}{name}"
+            self.namespaces[flat] = namespace, name
+            self._add({key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat})
+
+
+def _custom(tool: ResponsesTool) -> dict:
+    """A custom tool as a function of one text."""
+    described, form = tool.description or "", tool.format or {}
+    if form.get("type") == "grammar":
+        described += f"\n\nThe {INPUT} has this form ({form.get('syntax')}):\n{form.get('definition')}"
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    return {"name": tool.name, "description": described, "parameters": parameters}
+
+
+def as_function_item(item: InputItem) -> InputItem:
+    """An item of a custom tool, of Codex's shell or of its search as one of a function."""
+    kind, more = item.type, item.model_extra or {}
+    if kind in CALLS:
+        value = more.get(CALLS[kind])
+        arguments = json.dumps({INPUT: value} if kind == "custom_tool_call" else value)
+        name = more.get("name") if kind == "custom_tool_call" else kind.removesuffix("_call")
+        return InputItem(**more | {"type": CALL, "name": name, "arguments": arguments})
+    if kind in RESULTS:
+        value = more.get(RESULTS[kind])
+        is_text = isinstance(value, str | list) and kind != "tool_search_output"
+        return InputItem(**more | {"type": OUTPUT, "output": value if is_text else json.dumps(value)})
+    if kind == CALL and isinstance(more.get("namespace"), str) and isinstance(more.get("name"), str):
+        return InputItem(**more | {"type": CALL, "name": f"{more['namespace']}{JOINT}{more['name']}"})
+    return item
+
+
 def as_messages(instructions: str | None, items: Sequence[InputItem], earlier: int = 0) -> list[dict]:
     """Instructions and items as a chat's messages.
 
@@ -137,11 +239,20 @@ def as_messages(instructions: str | None, items: Sequence[InputItem], earlier: i
             output = _output(more.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": _text(more, "call_id", where), "content": output})
         elif kind == "reasoning":
-            thought = text_of([_part(p) for p in item.content or []] if isinstance(item.content, list) else "", where)
+            thought = text_of([_part(p) for p in _thoughts(item)], where)
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
-        else:
+        elif kind not in LEFT_OUT:
             raise ApiError(400, f"{where}.type {kind!r} is not supported", f"{where}.type")
     return _joined_thoughts(messages)
+
+
+def _thoughts(item: InputItem) -> Sequence[chat_schema.Part]:
+    """The parts of a thought: its text, or else its summary."""
+    if isinstance(item.content, list) and item.content:
+        return item.content
+    summary = (item.model_extra or {}).get("summary")
+    texts = [part.get("text") for part in summary if isinstance(part, dict)] if isinstance(summary, list) else []
+    return [chat_schema.Part(type="text", text=text) for text in texts if isinstance(text, str)]
 
 
 def _part(part: chat_schema.Part) -> chat_schema.Part:
@@ -204,7 +315,7 @@ def as_chat(body: ResponsesRequest, items: Sequence[InputItem], earlier: int = 0
         allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
-    tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools or ()]
+    tools = Tools.of(body.tools or ()).functions
     return chat_schema.ChatRequest.model_validate(
         {
             **{name: getattr(body, name) for name in AS_IN_CHAT},
@@ -233,7 +344,7 @@ def droppable(items: Sequence[InputItem]) -> list[list[int]]:
     output of a call is in the group of the call. No group has system messages, the newest input (all items after the
     model's last one), the calls that the newest input answers, or the user's last message before it.
     """
-    kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in OF_SYSTEM}
+    kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in (*OF_SYSTEM, *LEFT_OUT)}
     last = max((i for i, kind in kinds.items() if kind in OF_MODEL), default=-1)
     newest = {i for i in kinds if i > last} or set([*kinds][-1:])
     # Ids may repeat: an output belongs to the last call before it.
