@@ -17,6 +17,7 @@ from dflash_jax.server.chat_schema import FunctionName, Part
 from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.limits import DEFAULT_LIMITS
 from dflash_jax.server.schema_base import Effort, Items, Json, Lenient, Open, Strict, neutral_table
 from dflash_jax.server.serving import Serving
 
@@ -167,6 +168,11 @@ class Tools:
         return found
 
     def _add(self, function: dict) -> None:
+        if len(self.functions) == DEFAULT_LIMITS.tools:
+            message = (
+                f"more than {DEFAULT_LIMITS.tools} tools, functions of namespaces among them: no more are possible"
+            )
+            raise ApiError(400, message, "tools")
         self.functions.append({"type": "function", "function": function})
 
     def _add_namespace(self, namespace: str, tools: Sequence[Json], where: str) -> None:

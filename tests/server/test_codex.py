@@ -101,6 +101,7 @@ def test_tools_are_functions_by_flat_names():
         ({"type": "magic", "name": "x"}, "tools[0].type"),
         ({"type": "function"}, "tools[0].name"),
         ({"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "x"}]}, "tools[0].tools[0]"),
+        ({"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "x"}] * 10**5}, "tools"),
     ],
 )
 def test_other_tools_are_refused_by_name(tool, param):
