@@ -33,7 +33,7 @@ from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.servers import RequestLostError, Servers
 from dflash_jax.options import serve
-from dflash_jax.options.option import options_of
+from dflash_jax.options.option import option, options_of
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.process import INTERRUPTED, exit_code, run_async
 from dflash_jax.server.launch import follows, host_of, load, response_store, serving_of
@@ -92,22 +92,32 @@ class Response:
 Post = Callable[[str, bytes], Awaitable[Response]]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the options that only `batch` has."""
+@dataclass(frozen=True)
+class BatchOptions:
+    """The options that only `batch` has."""
+
+    input_file: str | None = option(
+        None, "requests; - is stdin", "IN.jsonl", flag="-i", further="--input-file", is_required=True
+    )
+    output_file: str | None = option(
+        None, "answers; - is stdout", "OUT.jsonl", flag="-o", further="--output-file", is_required=True
+    )
+    concurrency: int | None = option(
+        None, f"requests at a time (default: --slots; with --urls, of each server: {CONCURRENCY})", "N", least=1
+    )
+    urls: list[str] | None = option(None, "running servers of one model, such as http://10.0.0.1:30000", "URL")
+    api_key: str | None = option(None, "of --urls (default: DFLASH_API_KEY)", "KEY")
+
+
+def make_parser() -> Parser:
+    """The parser of `BatchOptions`."""
     p = Parser(
         prog=program("batch"),
         description=(__doc__ or "").replace("dflash serve", program("serve")),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("-i", "--input-file", required=True, metavar="IN.jsonl", help="requests; - is stdin")
-    p.add_argument("-o", "--output-file", required=True, metavar="OUT.jsonl", help="answers; - is stdout")
-    text = f"requests at a time (default: --slots; with --urls, of each server: {CONCURRENCY})"
-    p.add_argument("--concurrency", type=int, metavar="N", help=text)
-    p.add_argument(
-        "--urls", nargs="+", metavar="URL", help="running servers of one model, such as http://10.0.0.1:30000"
-    )
-    p.add_argument("--api-key", metavar="KEY", help="of --urls (default: DFLASH_API_KEY)")
+    p.add_options(BatchOptions)
     return p
 
 
@@ -118,7 +128,6 @@ def parse(argv: list[str] | None):
         if server_words:
             raise InputError(f"{server_words[0]} is of a server, and those of --urls have started: leave it out")
         batch_args.concurrency = CONCURRENCY if batch_args.concurrency is None else batch_args.concurrency
-        _check_concurrency(batch_args)
         return batch_args, None, None
     if batch_args.api_key is not None:
         raise InputError("--api-key is of --urls: give them, or leave it out")
@@ -126,17 +135,11 @@ def parse(argv: list[str] | None):
     parser.others = make_parser()._option_string_actions
     args, system = serve.parse(server_words, parser)
     named = {word.partition("=")[0] for word in server_words}
-    for option in options_of(serve.ServeOptions).values():
-        if option.group == serve.HTTP and option.name not in HTTP_OPTIONS and option.flag in named:
-            raise InputError(f"{option.flag} is about HTTP, and a batch has none: leave it out")
+    for each in options_of(serve.ServeOptions).values():
+        if each.group == serve.HTTP and each.name not in HTTP_OPTIONS and each.flag in named:
+            raise InputError(f"{each.flag} is about HTTP, and a batch has none: leave it out")
     batch_args.concurrency = args.slots if batch_args.concurrency is None else batch_args.concurrency
-    _check_concurrency(batch_args)
     return batch_args, args, system
-
-
-def _check_concurrency(batch_args) -> None:
-    if batch_args.concurrency < 1:
-        raise InputError(f"--concurrency {batch_args.concurrency}: it must be 1 or more")
 
 
 @asynccontextmanager
