@@ -25,6 +25,14 @@ def test_every_path_that_a_page_names_exists(page):
     assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
 
 
+def test_every_file_of_a_requests_way_exists():
+    """Its paths are relative to the package."""
+    text = (ROOT / "docs" / "requests_way.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:\w+/)+[\w.]*)`", text)) - {"dflash_jax/"}
+    assert len(paths) > 40
+    assert not [path for path in sorted(paths) if not (ROOT / "dflash_jax" / path).exists()]
+
+
 def resolve(name: str):
     parts = name.split(".")
     for split in range(len(parts), 0, -1):
