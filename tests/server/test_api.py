@@ -15,6 +15,7 @@ from dflash_jax.server import responses
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.limits import Additions
 from dflash_jax.server.responses import Output
+from dflash_jax.server.responses_input import Tools
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
 from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, alone, programs_of
@@ -132,7 +133,7 @@ def test_responses_call_tools_and_keep_to_schemas(client):
 
 def test_a_call_that_ends_in_one_piece_with_more_text():
     """Its arguments belong to it, and the text is a message of its own."""
-    output = Output(None)
+    output = Output(None, Tools())
     output.take(Delta("", "", [CallDelta(0, "", "call_1", "f"), CallDelta(0, '{"x"')]))
     output.take(Delta("", "Here.", [CallDelta(0, ": 1}")]))
     output.close()
