@@ -95,7 +95,7 @@ def template_forms(
     effort = options.get("reasoning_effort")
     place = EFFORTS.index(effort) if effort in EFFORTS else None
     others = [] if place is None else sorted(range(len(EFFORTS)), key=lambda i: (abs(i - place), -i))[1:]
-    for changed in (options, *(options | {"reasoning_effort": EFFORTS[i]} for i in others)):
+    for changed in (options, *({**options, "reasoning_effort": EFFORTS[i]} for i in others)):
         yield from ((form, changed) for form in forms)
 
 
