@@ -68,7 +68,7 @@ def tls_of(args: Namespace) -> Tls | None:
     # It is a certificate of this very file, whatever the host's name.
     fronts.check_hostname = False
     fronts.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    # The first one of the file is the engine's; those of its authorities follow.
+    # The file begins with the engine's certificate; certificates of its authorities follow.
     body = Path(args.ssl_certfile).read_text("latin-1").partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
     if not body:
         raise InputError(f"--ssl-certfile {args.ssl_certfile}: it must begin a certificate with {ssl.PEM_HEADER}")

@@ -160,7 +160,7 @@ class Metrics:
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
 
     def _family(self, family: MetricFamily, values: Mapping[Any, float]) -> MetricFamily:
-        """Adds values to a family, by those of its further labels."""
+        """Adds values to a family; a value's key is its labels after the model's name and the engine's number."""
         for labels, value in values.items():
             family.add_metric([self._name, "0", *map(str, labels)], value)
         return family

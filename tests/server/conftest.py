@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from functools import cache
+from math import isfinite
 
 import httpx
 import openai
@@ -217,3 +218,15 @@ def posted(server: Running, path: str, body):
 def alone(llm, messages=MESSAGES, thinking=None, **params):
     """What the library says."""
     return llm.generate([llm.encode_chat(messages, thinking)], SamplingParams(**params), block_size=1)[0]
+
+
+def strict(text: str | bytes):
+    """Parses JSON as the strictest parser does."""
+
+    def refuse(word):
+        raise ValueError(word)
+
+    def number(word):
+        return float(word) if isfinite(float(word)) else refuse(word)
+
+    return json.loads(text, parse_constant=refuse, parse_float=number, parse_int=number)

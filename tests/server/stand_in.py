@@ -52,7 +52,7 @@ class StandIn(supervised.Child):
         return await (self.engine() if self.start.listening < 0 else self.front())
 
     async def engine(self) -> int:
-        # Its event loop hangs when it is told to.
+        # Signals make the event loop hang: busy, or asleep.
         signal.signal(signal.SIGUSR1, lambda *_: hang("spin"))
         signal.signal(signal.SIGUSR2, lambda *_: hang("sleep"))
         say(f"engine {os.getpid()}")

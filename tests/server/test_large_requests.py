@@ -210,7 +210,7 @@ def test_longest_token_bounds_the_bytes_of_every_token():
 
 
 def test_logprobs_of_a_long_prompt(quiet):
-    """Log-probabilities of a long prompt start with those of its first tokens alone."""
+    """The first log-probabilities of a long prompt equal those of a prompt that has only its first tokens."""
     ids = [5 + i % 200 for i in range(600)]
     ask = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "echo": True, "logprobs": 3, "temperature": 0}
     choice = quiet.post("/v1/completions", **ask).json()["choices"][0]

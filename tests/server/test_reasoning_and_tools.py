@@ -1,8 +1,6 @@
 """Text that arrives in any pieces is read as if it came whole."""
 
-import json
 from dataclasses import replace
-from math import isfinite
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from dflash_jax.frontend.reasoning import ReasoningSplitter, is_open
 from dflash_jax.json_text import reworded
 from dflash_jax.server.errors import JsonResponse, dumped
 from dflash_jax.server.stream import frame, json_parts
-from tests.server.conftest import MESSAGES, OFF
+from tests.server.conftest import MESSAGES, OFF, strict
 
 THOUGHTS = {
     "Let me see.\nYes.\n</think>\n\nIt is 4.": (True, "Let me see.\nYes.", "It is 4."),
@@ -56,18 +54,6 @@ def test_splitter_separates_reasoning_from_content_at_any_cut(text, cuts):
 )
 def test_a_prompt_may_open_the_thought(prompt, found):
     assert is_open(prompt) is found
-
-
-def strict(text: str | bytes):
-    """Parses JSON as the strictest parser does."""
-
-    def refuse(word):
-        raise ValueError(word)
-
-    def number(word):
-        return float(word) if isfinite(float(word)) else refuse(word)
-
-    return json.loads(text, parse_constant=refuse, parse_float=number, parse_int=number)
 
 
 def test_what_leaves_the_server_is_json():

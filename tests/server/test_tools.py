@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from math import isfinite
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +21,7 @@ from dflash_jax.server.tools import (
     call_at_end,
     joined,
 )
+from tests.server.conftest import strict
 
 STRING, NULL, INTEGER, OBJECT = ({"type": name} for name in ("string", "null", "integer", "object"))
 SCHEMAS = {
@@ -29,18 +29,6 @@ SCHEMAS = {
     "g": {"properties": {}},
     "h": {},
 }
-
-
-def strict(text: str | bytes):
-    """Parses JSON as the strictest parser does."""
-
-    def refuse(word):
-        raise ValueError(word)
-
-    def number(word):
-        return float(word) if isfinite(float(word)) else refuse(word)
-
-    return json.loads(text, parse_constant=refuse, parse_float=number, parse_int=number)
 
 
 def pieces(text: str, cuts) -> list[str]:
