@@ -82,8 +82,16 @@ def tools_in_use(body: chat_schema.ChatRequest) -> list[chat_schema.Tool] | None
     return None if body.tool_choice == "none" else body.tools
 
 
-async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Conversation, list[RemoteSequence]]:
+async def prepare_chat(
+    serving: Serving, body: chat_schema.ChatRequest, needs_room: bool = True
+) -> tuple[Conversation, list[RemoteSequence]]:
     """Prepares the conversation and the sequences of a request.
+
+    Args:
+        serving: The model and its engine.
+        body: The request.
+        needs_room: Whether all of ``max_tokens`` must fit; otherwise the answer ends where the context does. Agents
+            send the same ``max_tokens`` to every model.
 
     Raises:
         ApiError: The request is invalid.
@@ -104,7 +112,10 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     talk.prompt = prompt
     last, place = body.messages[-1], len(body.messages) - 1
     talk.echoed = text_of(last.content, f"messages[{place}]") if body.echo and last.role == "assistant" else ""
-    most = serving.check_room(talk.prompt, most, "messages")
+    room = serving.check_room(talk.prompt, most if needs_room else None, "messages")
+    if most is not None and most > room:
+        current().note(f"max_tokens is {most}: {room} new tokens are possible after {len(talk.prompt)} of the prompt")
+    most = room if most is None else min(most, room)
     form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
     if form and calls:
         raise ApiError(400, f"{form.field} and tool_choice each ask for a form: give one of them", form.field)
@@ -117,7 +128,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
         "priority": body.priority,
         "form": await prepare.compiled(serving, form or calls),
         "thought": talk.thought,
-        "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
+        "budget": prepare.budget(body.budgets),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt or "",
         "records_drafts": body.return_proposals,
@@ -132,7 +143,7 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     """OpenAI's chat completions."""
     serving: Serving = http.app.state.serving
     name = current().choose_id("chatcmpl-", body.request_id, body.rid)
-    talk, sequences = await prepare_chat(serving, body)
+    talk, sequences = await prepare_chat(serving, body, needs_room=False)
     head = {"id": name, "created": current().created, "model": body.model or serving.name}
     body = body.without_large()
     if body.stream:
@@ -172,7 +183,8 @@ async def prepare_batch(
         # The fields are validated already.
         fields: dict[str, Any] = dict(body) | {"messages": messages}
         try:
-            talk, sequences = await prepare_chat(serving, chat_schema.ChatRequest.model_construct(None, **fields))
+            chat = chat_schema.ChatRequest.model_construct(None, **fields)
+            talk, sequences = await prepare_chat(serving, chat, needs_room=False)
         except ApiError as e:
             raise ApiError(e.status_code, f"conversation {i}: {e.message}", e.param) from None
         talks.append(talk)
