@@ -47,6 +47,7 @@ ChatMessage = _answer(
     reasoning_content=(str | None, None),
     reasoning=(str | None, None),
     tool_calls=(list[Call], []),
+    function_call=(Function | None, None),
     refusal=(type(None), None),
 )
 # Fields of every choice; of what has the log-probabilities of a prompt; of every completion.
@@ -63,7 +64,7 @@ ChatChoice = _answer(
     "ChatChoice",
     "A choice of a chat.",
     message=ChatMessage,
-    finish_reason=Literal["stop", "length", "tool_calls", "abort"],
+    finish_reason=Literal["stop", "length", "tool_calls", "function_call", "abort"],
     **_CHOICE,
 )
 ChatCompletion = _answer(

@@ -219,13 +219,15 @@ async def full_response(
         reasoning = "".join(d.reasoning for d in deltas[i]) or None
         calls = joined([c for d in deltas[i] for c in d.calls])
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        message |= {"reasoning_content": reasoning, "reasoning": reasoning} | ({"tool_calls": calls} if calls else {})
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message |= {"function_call": calls[0]["function"]} if body.has_functions else {"tool_calls": calls}
         entries = sequence.logprobs
         value = {
             "index": i,
             "message": message,
             "logprobs": None if entries is None else logprobs_of(serving, body, entries),
-            "finish_reason": parsers[i].reason(sequence),
+            "finish_reason": reason_of(body, parsers[i].reason(sequence)),
             **stop_reasons(sequence, serving.llm.defaults.stop_ids),
             "token_ids": sequence.request.tokens if body.return_token_ids else None,
         }
@@ -249,9 +251,18 @@ def logprobs_of(serving: Serving, body: chat_schema.ChatRequest, entries: Sequen
     return {"content": content, "refusal": None}
 
 
-def as_deltas(delta: Delta) -> list[dict]:
-    """The deltas of a chat's message, one for each part of a piece."""
-    return [_as_delta(*part) for part in delta.parts()]
+def reason_of(body: chat_schema.ChatRequest, reason: str | None) -> str | None:
+    """The finish_reason of a choice, by that of its parser."""
+    return "function_call" if body.has_functions and reason == "tool_calls" else reason
+
+
+def as_deltas(delta: Delta, has_functions: bool) -> list[dict]:
+    """The deltas of a chat's message, one for each part of a piece; ``has_functions``: calls in OpenAI's older form."""
+    deltas = [_as_delta(*part) for part in delta.parts()]
+    calls = ((each, each.pop("tool_calls", None)) for each in deltas if has_functions)
+    for each, call in calls:
+        each |= {"function_call": call[0]["function"]} if call else {}
+    return deltas
 
 
 def _as_delta(kind: str, text: str, call: CallDelta | None) -> dict:
@@ -286,9 +297,9 @@ async def stream_chunks(
             yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not started)
             started.append(i)
         totals.take(i)
-        deltas, more = as_deltas(parsers[i].push(piece)), {}
+        deltas, more = as_deltas(parsers[i].push(piece), body.has_functions), {}
         if piece.finish_reason:
-            deltas += as_deltas(parsers[i].finish(sequences[i]))
+            deltas += as_deltas(parsers[i].finish(sequences[i]), body.has_functions)
         if piece.logprobs is not None:
             more["logprobs"] = logprobs_of(serving, body, piece.logprobs)
         if body.return_token_ids:
@@ -302,7 +313,7 @@ async def stream_chunks(
             reason = None
             if piece.finish_reason and place == len(deltas) - 1:
                 # The reason comes with the last text, as in vLLM: no chunk of a choice is without tokens.
-                reason = parsers[i].reason(sequences[i])
+                reason = reason_of(body, parsers[i].reason(sequences[i]))
                 more |= stop_reasons(sequences[i], serving.llm.defaults.stop_ids)
             yield chunk(i, delta, reason, **more)
             more = {}

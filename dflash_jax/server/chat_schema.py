@@ -138,11 +138,20 @@ class Message(Lenient):
     tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    # Mistral's and Qwen's names for a message of the assistant that is continued.
+    prefix: bool | None = None
+    partial: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _checked(cls, given: Any) -> Any:
         if isinstance(given, dict):
+            # OpenAI's older form of calls and their results, which had no ids.
+            call, name = given.get("function_call"), given.get("name")
+            if isinstance(call, dict):
+                given = given | {"tool_calls": [{"id": call.get("name"), "function": call}]}
+            if given.get("role") == "function":
+                given = given | {"role": "tool", "tool_call_id": name}
             for name, allowed in NEUTRAL.items():
                 check_neutral(name, allowed, given.get(name))
             if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
@@ -233,6 +242,9 @@ class ChatRequest(OpenAiSampling, Templated):
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    # OpenAI's older form of both, whose answer has one call in a field of its own.
+    functions: Items[Function] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
     return_prompt_token_ids: bool = False
     # vLLM's, Qwen's and llama.cpp's names.
@@ -243,11 +255,31 @@ class ChatRequest(OpenAiSampling, Templated):
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     include_reasoning: bool = True
+    _has_functions: bool = PrivateAttr(False)
 
     @field_validator("tool_choice", mode="before")
     @classmethod
     def _of_any_server(cls, choice: Any) -> Any:
         return openais_choice(choice)
+
+    @model_validator(mode="after")
+    def _with_todays_fields(self) -> Self:
+        last = self.messages[-1]
+        if isinstance(last, Message) and last.role == "assistant" and (last.prefix or last.partial):
+            self.continue_final_message = True
+        if self.functions and self.tools is None:
+            self._has_functions, self.parallel_tool_calls = True, False
+            self.tools = [Tool(type="function", function=function) for function in self.functions]
+            if self.tool_choice is None and isinstance(self.function_call, FunctionName):
+                self.tool_choice = NamedTool(type="function", function=self.function_call)
+            elif self.tool_choice is None:
+                self.tool_choice = self.function_call
+        return self
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether the answer has OpenAI's older form of calls."""
+        return self._has_functions
 
     @property
     def budgets(self) -> list[int | None]:

@@ -250,13 +250,11 @@ def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: 
 
 
 def check_stream(serving: Serving, body: schema.OpenAiSampling) -> None:
-    """Checks fields that only a stream can have.
+    """Checks ``return_proposals``. Other options of a stream have no effect without one.
 
     Raises:
-        ApiError: The request is no stream, or ``return_proposals`` finds no rounds that show their drafts.
+        ApiError: The request is no stream, or there are no rounds that show their drafts.
     """
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if not body.return_proposals:
         return
     hello, reason = serving.hello, None

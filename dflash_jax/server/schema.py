@@ -133,6 +133,8 @@ class CompletionRequest(OpenAiSampling):
     neutral = neutral_table("completion")
 
     prompt: str | Items[str] | TokenList | Items[TokenList]
+    # What follows the text: it fills the gap between both.
+    suffix: str | None = None
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
