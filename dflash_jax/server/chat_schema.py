@@ -44,6 +44,16 @@ class Tool(Lenient):
     function: Function
     defer_loading: bool | None = Field(None, exclude=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, given: Any) -> Any:
+        """Takes a function without its envelope, as /v1/responses and /v1/messages have it, too."""
+        is_flat = isinstance(given, dict) and "function" not in given and isinstance(given.get("name"), str)
+        if not is_flat or given.get("type", "function") != "function":
+            return given
+        parameters = given.get("parameters", given.get("input_schema"))
+        return {"type": "function", "function": {**given, "parameters": parameters}}
+
 
 class FunctionName(Lenient):
     """The name of a function. Some clients send the whole function."""
@@ -256,6 +266,12 @@ class ChatRequest(OpenAiSampling, Templated):
     stream_reasoning: bool = True
     include_reasoning: bool = True
     _has_functions: bool = PrivateAttr(False)
+
+    @field_validator("max_tokens", "max_completion_tokens", mode="before")
+    @classmethod
+    def _without_limit(cls, most: Any) -> Any:
+        """-1 is no limit in llama.cpp and LM Studio."""
+        return None if most == -1 and not isinstance(most, bool) else most
 
     @field_validator("tool_choice", mode="before")
     @classmethod

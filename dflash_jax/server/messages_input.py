@@ -127,6 +127,8 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1)
 
 
+# The content of a message: texts, and images.
+Parts = list[str | chat_schema.Part]
 # Types of blocks by the role of their turn, and of those in a tool's result.
 BLOCKS = {
     "system": ("text", "tool_addition", "tool_removal"),
@@ -139,8 +141,13 @@ BLOCKS = {
 }
 BILLING = "x-anthropic-billing-header:"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# The types of tools that Anthropic defines or runs have dates.
-HOSTED = re.compile(r"\w+_\d{8}|mcp_toolset", re.ASCII)
+# The types of tools that Anthropic defines or runs end with dates.
+DATE = re.compile(r"_\d{8}", re.ASCII)
+
+
+def _is_hosted(tool: MessagesTool) -> bool:
+    """Whether Anthropic defines or runs a tool."""
+    return tool.type is not None and (tool.type == "mcp_toolset" or DATE.fullmatch(tool.type[-9:]) is not None)
 
 
 def _is_of_server(kind: str) -> bool:
@@ -167,7 +174,7 @@ class Tools:
         """Raises ApiError for a tool that is neither the client's nor Anthropic's, or incomplete."""
         read = cls()
         for i, tool in enumerate(tools):
-            if tool.type is not None and HOSTED.fullmatch(tool.type):
+            if tool.type is not None and _is_hosted(tool):
                 read.left_out[tool.name or tool.type] = tool.type
             else:
                 read.add(tool, f"tools[{i}]", is_deferred=bool(tool.defer_loading))
@@ -239,11 +246,11 @@ class Turns:
     def _of_others(self, role: str, blocks: Sequence[tuple[Block, str]], where: str) -> list[dict]:
         """Messages of a user's or the system's turn: each tool result is one, and so is what is between results."""
         messages: list[dict] = []
-        parts: list[chat_schema.Part] = []
+        parts: Parts = []
 
         def flush_parts() -> None:
             if parts:
-                messages.append({"role": role, "content": parts_or_text(parts, where)})
+                messages.append({"role": role, "content": _content(parts, where)})
                 parts.clear()
 
         for block, at in blocks:
@@ -263,13 +270,13 @@ class Turns:
             if isinstance(block.content, dict):
                 raise ApiError(400, f"{where} must be a string or a list of blocks", where)
             return block.content or ""
-        parts = []
+        parts: Parts = []
         for i, part in enumerate(block.content):
             _check_type(part, "tool_result", f"{where}[{i}]")
             parts += self._parts(part, f"{where}[{i}]")
-        return parts_or_text(parts, where)
+        return _content(parts, where)
 
-    def _parts(self, block: Block | chat_schema.Part, at: str) -> list[chat_schema.Part]:
+    def _parts(self, block: Block | chat_schema.Part, at: str) -> Parts:
         """A block, which is no result, as parts of a chat's message."""
         if block.type == "image":
             return [_image(block, at)]
@@ -279,10 +286,10 @@ class Turns:
             source = getattr(block, "source", None)
             return _titled(block, {"Source": source}, _inner(getattr(block, "content", None), f"{at}.content"))
         if block.type == "tool_reference":
-            return [_text(self._description(getattr(block, "tool_name", None), f"{at}.tool_name"))]
+            return [self._description(getattr(block, "tool_name", None), f"{at}.tool_name")]
         if block.type in ("tool_addition", "tool_removal"):
-            return [_text(self._change(block, f"{at}.tool"))]
-        return [_text(_required(block, "text", at))]
+            return [self._change(block, f"{at}.tool")]
+        return [_required(block, "text", at)]
 
     def _description(self, name: Any, where: str) -> str:
         """What the model reads where the conversation refers to a tool, in the form that Claude Code tells it of."""
@@ -293,7 +300,11 @@ class Turns:
             return f"<function>{name}</function>\n"
         self._described.add(name)
         shown = {key: function[key] for key in ("description", "name", "parameters")}
-        return f"<functions>\n<function>{json.dumps(shown, ensure_ascii=False)}</function>\n</functions>\n"
+        try:
+            written = json.dumps(shown, ensure_ascii=False)
+        except RecursionError:
+            raise ApiError(400, f"{where} names a tool that is nested too deeply", where) from None
+        return f"<functions>\n<function>{written}</function>\n</functions>\n"
 
     def _change(self, block: Block | chat_schema.Part, where: str) -> str:
         """What the model reads where a tool is added or removed."""
@@ -308,12 +319,14 @@ class Turns:
                 definition = MessagesTool.model_validate(tool.get("definition"))
             except ValidationError as e:
                 raise from_conversion_error(e, at) from None
-            if definition.type is not None and HOSTED.fullmatch(definition.type):
+            if definition.type is not None and _is_hosted(definition):
                 self.left_out.add(definition.type)
                 return ""
             # The beginning of the prompt stays as it was.
             name = self.tools.add(definition, at, is_deferred=definition.name not in self.tools.functions)
             self._described.discard(name)
+        if not isinstance(name, str):
+            raise ApiError(400, f"{where}.name must be a string", f"{where}.name")
         if block.type == "tool_removal":
             return f"This function is not available any more: {name}\n"
         return f"This function is available now:\n{self._description(name, where)}"
@@ -358,8 +371,14 @@ def _required(block: Block | chat_schema.Part, name: str, where: str):
     return value
 
 
-def _text(text: str) -> chat_schema.Part:
-    return chat_schema.Part(type="text", text=text)
+def _content(parts: Parts, where: str) -> str | list[chat_schema.Part]:
+    """The content of a chat's message: a text, unless there are images."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    return parts_or_text(
+        [chat_schema.Part(type="text", text=part) if isinstance(part, str) else part for part in parts], where
+    )
 
 
 def _system(blocks: Sequence[Block]) -> str:
@@ -373,13 +392,13 @@ def _system(blocks: Sequence[Block]) -> str:
     return "".join(text for text in texts if not text.startswith(BILLING))
 
 
-def _inner(content: Any, where: str) -> list[chat_schema.Part]:
+def _inner(content: Any, where: str) -> Parts:
     """The texts and images inside of a document or of a search's result."""
     if isinstance(content, str):
-        return [_text(content)]
+        return [content]
     if not isinstance(content, list):
         raise ApiError(400, f"{where} must be a string or a list of blocks", where)
-    parts = []
+    parts: Parts = []
     for i, value in enumerate(content):
         at = f"{where}[{i}]"
         try:
@@ -388,29 +407,30 @@ def _inner(content: Any, where: str) -> list[chat_schema.Part]:
             raise from_conversion_error(e, at) from None
         if part.type not in ("text", "image"):
             raise ApiError(400, f"{at}.type is {part.type[:64]!r}: it must be text or image", f"{at}.type")
-        parts.append(_image(part, at) if part.type == "image" else _text(_required(part, "text", at)))
+        parts.append(_image(part, at) if part.type == "image" else _required(part, "text", at))
     return parts
 
 
-def _titled(block: Block | chat_schema.Part, heads: Json, parts: list[chat_schema.Part]) -> list[chat_schema.Part]:
+def _titled(block: Block | chat_schema.Part, heads: Json, parts: Parts) -> Parts:
     """A document or a search's result, between tags of its type and below its title."""
     heads = {"Title": getattr(block, "title", None)} | heads
     lines = "".join(f"{name}: {value}\n" for name, value in heads.items() if isinstance(value, str) and value)
-    return [_text(f"<{block.type}>\n{lines}"), *parts, _text(f"\n</{block.type}>\n")]
+    return [f"<{block.type}>\n{lines}", *parts, f"\n</{block.type}>\n"]
 
 
-def _document(block: Block | chat_schema.Part, where: str) -> list[chat_schema.Part]:
+def _document(block: Block | chat_schema.Part, where: str) -> Parts:
     """A document of text, or of blocks."""
     source, name = getattr(block, "source", None), f"{where}.source"
     source = source if isinstance(source, dict) else {}
     kind, value, media_type = source.get("type"), source.get("data"), source.get("media_type", "text/plain")
+    parts: Parts
     if kind == "content":
         parts = _inner(source.get("content"), f"{name}.content")
     elif kind == "text" and isinstance(value, str):
-        parts = [_text(value)]
+        parts = [value]
     elif kind == "base64" and isinstance(value, str) and isinstance(media_type, str) and media_type[:5] == "text/":
         try:
-            parts = [_text(base64.b64decode(value, validate=True).decode())]
+            parts = [base64.b64decode(value, validate=True).decode()]
         except ValueError:
             raise ApiError(400, f"{name}.data must be base64 of text in UTF-8", f"{name}.data") from None
     else:

@@ -181,7 +181,9 @@ def form_of(body) -> Form | None:
     asked: list[tuple[str, Any, str]] = []
     answer = getattr(body, "response_format", None) or schema.ResponseFormat(type="text")
     kind = answer.type
-    if kind == "json_object":
+    if answer.schema_ is not None and answer.json_schema is None and kind in ("json_object", "json_schema"):
+        asked.append(("schema", answer.schema_, "response_format.schema"))
+    elif kind == "json_object":
         asked.append(("json", {}, "response_format"))
     elif kind == "json_schema":
         field = "response_format.json_schema.schema"

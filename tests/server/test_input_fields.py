@@ -8,7 +8,7 @@ from dflash_jax.server import chat_schema, completions, prepare
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import MESSAGES, OFF, TOOL, Running, posted
+from tests.server.conftest import MESSAGES, OFF, SCHEMA, TOOL, Running, posted
 
 WIDTHS = (1, 16)
 PROMPT = "def clamp(value, low, high):\n    return"
@@ -568,3 +568,42 @@ def test_a_message_that_is_continued_by_its_own_field(quiet, name):
         )
     ]
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_beside_the_type_of_the_form(quiet, kind):
+    body = {"messages": MESSAGES, "max_tokens": 80, "temperature": 0, "chat_template_kwargs": OFF}
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    texts = [
+        quiet.post("/v1/chat/completions", **body, response_format=each).json()["choices"][0]["message"]["content"]
+        for each in (form, {"type": kind, "schema": SCHEMA})
+    ]
+    assert texts[0] == texts[1]
+    assert set(json.loads(texts[0])) == {"kind", "n"}
+
+
+def test_tools_without_their_envelope(quiet):
+    """Some clients send the tools of /v1/responses or of /v1/messages to chats."""
+    function = TOOL["function"]
+    anthropics = {"name": function["name"], "description": function["description"]}
+    flat = [
+        {"type": "function", **function},
+        function,
+        anthropics | {"input_schema": function["parameters"]},
+    ]
+    body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    prompts = [
+        quiet.post("/v1/chat/completions", **body, tools=[tool]).json()["prompt_token_ids"] for tool in (TOOL, *flat)
+    ]
+    assert all(prompt == prompts[0] for prompt in prompts)
+    wrong = quiet.post("/v1/chat/completions", **body, tools=[{"type": "web_search"}]).json()["error"]
+    assert wrong["param"] == "tools[0].type"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_of_minus_one_is_none(quiet, name):
+    body = {"messages": MESSAGES, "temperature": 0, "stop": ["("]}
+    answers = [quiet.post("/v1/chat/completions", **body, **more).json() for more in ({}, {name: -1})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    for wrong in (-2, 0, True):
+        assert quiet.post("/v1/chat/completions", **body, **{name: wrong}).status_code == 400
