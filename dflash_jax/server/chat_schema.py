@@ -42,7 +42,7 @@ class Tool(Lenient):
 
     type: Literal["function"]
     function: Function
-    defer_loading: bool | None = Field(None, exclude=True)
+    defer_loading: bool | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -286,10 +286,10 @@ class ChatRequest(OpenAiSampling, Templated):
         if self.functions and self.tools is None:
             self._has_functions, self.parallel_tool_calls = True, False
             self.tools = [Tool(type="function", function=function) for function in self.functions]
-            if self.tool_choice is None and isinstance(self.function_call, FunctionName):
-                self.tool_choice = NamedTool(type="function", function=self.function_call)
-            elif self.tool_choice is None:
-                self.tool_choice = self.function_call
+            if self.tool_choice is None:
+                call = self.function_call
+                is_named = isinstance(call, FunctionName)
+                self.tool_choice = NamedTool(type="function", function=call) if is_named else call
         return self
 
     @property

@@ -123,7 +123,7 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "grammar"]
     json_schema: JsonSchema | None = None
-    schema_: Json | bool | None = Field(None, alias="schema")
+    schema_: Json | bool | None = Field(default=None, alias="schema")
     structures: Items[StructureTag] | None = None
     triggers: Items[str] | None = None
     format: Json | None = None

@@ -36,8 +36,9 @@ MOST_CHARACTERS = 64
 
 
 # Of neutral fields: the allowed values of each, or ANY.
-ANY = "any"
-Table = Mapping[str, tuple | Literal["any"]]
+Allowed = tuple | Literal["any"]
+ANY: Literal["any"] = "any"
+Table = Mapping[str, Allowed]
 _TABLES = tomllib.loads(Path(__file__).with_name("neutral_fields.toml").read_text(encoding="utf-8"))
 # Reasons for refusing a field where the allowed values do not explain it.
 _REASONS = {"custom_logit_processor": "is refused: it is a pickled program, and the server runs no code of its clients"}
@@ -47,12 +48,15 @@ def neutral_table(name: str) -> Table:
     """A table of neutral_fields.toml, merged with the tables that it names."""
     own = dict(_TABLES[name])
     others, without = own.pop("+", ()), own.pop("-", ())
-    merged = {field: allowed for other in others for field, allowed in neutral_table(other).items()}
-    own = {field: values if values == ANY else tuple(values) for field, values in own.items()}
-    return {field: allowed for field, allowed in merged.items() if field not in without} | own
+    table: dict[str, Allowed] = {}
+    for other in others:
+        table |= {field: allowed for field, allowed in neutral_table(other).items() if field not in without}
+    for field, values in own.items():
+        table[field] = ANY if values == ANY else tuple(values)
+    return table
 
 
-def is_neutral(allowed: tuple | Literal["any"], value: Any) -> bool:
+def is_neutral(allowed: Allowed, value: Any) -> bool:
     """Whether a field without effect may have this value."""
     # 1.0 equals 1, but True does not.
     return (
@@ -62,7 +66,7 @@ def is_neutral(allowed: tuple | Literal["any"], value: Any) -> bool:
     )
 
 
-def check_neutral(name: str, allowed: tuple | Literal["any"], value: Any) -> None:
+def check_neutral(name: str, allowed: Allowed, value: Any) -> None:
     """Raises the error of a value that is not ``allowed``."""
     if is_neutral(allowed, value):
         return

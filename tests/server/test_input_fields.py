@@ -458,6 +458,10 @@ def test_a_suffix_follows_the_gap(quiet, llm, monkeypatch):
             "/v1/completions", prompt=expected, **body, stop_token_ids=[before, between, after, *encode("</think>")]
         )
         assert choice["text"] == plain.json()["choices"][0]["text"]
+    for token in (before, *encode("</think>")):
+        forced = body | {"logit_bias": {str(token): 100}}
+        ended = quiet.post("/v1/completions", prompt="def f(", suffix="x", **forced).json()["choices"][0]
+        assert (ended["text"], ended["finish_reason"], ended["stop_reason"]) == ("", "stop", token)
     for more in ({"echo": True}, {"truncate_prompt_tokens": 3}):
         refused = quiet.post("/v1/completions", prompt="x", suffix="y", **more)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, *more)
