@@ -38,6 +38,7 @@ class ApiError(HTTPException):
     Attributes:
         message: What is wrong, and what would be right.
         param: The field that the error is about.
+        code: OpenAI's name of it where clients read one, such as Codex; else the status.
         headers: Further headers of the answer.
     """
 
@@ -46,15 +47,11 @@ class ApiError(HTTPException):
     def __init__(self, status: int, message: str, param: str | None = None):
         super().__init__(status, message)
         self.message, self.param = message, param
+        self.code: int | str = "rate_limit_exceeded" if status == 429 else status
         if status in (429, 503):
             self.headers = {"Retry-After": str(RETRY_S)}
         elif status == 401:
             self.headers = {"WWW-Authenticate": "Bearer"}
-
-    @property
-    def code(self) -> int | str:
-        """OpenAI's code of the error: its status, where there is no other."""
-        return self.status_code
 
     @property
     def anthropic_message(self) -> str:
@@ -64,7 +61,8 @@ class ApiError(HTTPException):
     @property
     def body(self) -> dict:
         """The body in OpenAI's shape."""
-        kind = KINDS.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        status = self.status_code
+        kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str) -> dict:
@@ -84,12 +82,8 @@ class TooLongError(ApiError):
 
     def __init__(self, message: str, param: str | None = None, tokens: int | None = None, most: int = 0):
         super().__init__(400, message, param)
+        self.code = "context_length_exceeded"
         self.tokens, self.most = tokens, most
-
-    @property
-    def code(self) -> str:
-        """OpenAI's code of a prompt that is too long."""
-        return "context_length_exceeded"
 
     @property
     def anthropic_message(self) -> str:
