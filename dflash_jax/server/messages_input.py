@@ -155,17 +155,35 @@ def _is_of_server(kind: str) -> bool:
     return kind in ("server_tool_use", "mcp_tool_use") or kind.endswith("_tool_result")
 
 
+def _function(tool: MessagesTool, where: str) -> dict:
+    """A tool of the client's as a function of a chat's tool."""
+    if tool.type not in (None, "custom"):
+        message = f"{where}.type is {tool.type[:64]!r}: it must be custom, a tool of the client"
+        raise ApiError(400, message, f"{where}.type")
+    for name in ("name", "input_schema"):
+        if getattr(tool, name) is None:
+            raise ApiError(400, f"{where}.{name} is missing", f"{where}.{name}")
+    return {
+        "name": tool.name,
+        "description": tool.description,
+        "strict": tool.strict,
+        "parameters": tool.input_schema,
+    }
+
+
 @dataclass
 class Tools:
     """The tools of a request.
 
     Attributes:
-        functions: By name, as functions of a chat's tools; those that a message adds among them.
-        deferred: Names of those that only the conversation describes.
+        functions: By name, as functions of a chat's tools.
+        added: The same of those that messages define.
+        deferred: Names of functions that the beginning of the prompt does not describe.
         left_out: Types by name of tools that Anthropic defines or runs.
     """
 
     functions: dict[str, dict] = field(default_factory=dict)
+    added: dict[str, dict] = field(default_factory=dict)
     deferred: set[str] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -177,23 +195,9 @@ class Tools:
             if tool.type is not None and _is_hosted(tool):
                 read.left_out[tool.name or tool.type] = tool.type
             else:
-                read.add(tool, f"tools[{i}]", is_deferred=bool(tool.defer_loading))
+                read.functions[tool.name or ""] = _function(tool, f"tools[{i}]")
+                read.deferred |= {tool.name or ""} if tool.defer_loading else set()
         return read
-
-    def add(self, tool: MessagesTool, where: str, is_deferred: bool) -> str:
-        """Adds a tool of the client's, and returns its name."""
-        if tool.type not in (None, "custom"):
-            message = f"{where}.type is {tool.type[:64]!r}: it must be custom, a tool of the client"
-            raise ApiError(400, message, f"{where}.type")
-        for name in ("name", "input_schema"):
-            if getattr(tool, name) is None:
-                raise ApiError(400, f"{where}.{name} is missing", f"{where}.{name}")
-        name = tool.name or ""
-        function = {"name": name, "description": tool.description, "strict": tool.strict}
-        self.functions[name] = function | {"parameters": tool.input_schema}
-        if is_deferred:
-            self.deferred.add(name)
-        return name
 
     def choice(self, choice: MessagesToolChoice | None) -> str | dict | None:
         """A choice as a chat has it. Raises ApiError for a tool without a name, or that is left out."""
@@ -207,9 +211,13 @@ class Tools:
         return {"type": "function", "function": {"name": choice.name}}
 
     def as_chat(self) -> list[dict] | None:
-        """As tools of a chat."""
-        names = self.functions
-        return [{"type": "function", "function": names[n], "defer_loading": n in self.deferred} for n in names] or None
+        """As tools of a chat. The beginning of the prompt stays as it was when messages add some."""
+        tools = [
+            *((function, name in self.deferred) for name, function in self.functions.items()),
+            *((function, True) for function in self.added.values()),
+        ]
+        named = [{"type": "function", "function": function, "defer_loading": later} for function, later in tools]
+        return named or None
 
 
 class Turns:
@@ -295,7 +303,7 @@ class Turns:
         """What the model reads where the conversation refers to a tool, in the form that Claude Code tells it of."""
         if not isinstance(name, str):
             raise ApiError(400, f"{where} must be a string", where)
-        function = self.tools.functions.get(name)
+        function = self.tools.added.get(name) or self.tools.functions.get(name)
         if function is None or name in self._described:
             return f"<function>{name}</function>\n"
         self._described.add(name)
@@ -322,8 +330,9 @@ class Turns:
             if definition.type is not None and _is_hosted(definition):
                 self.left_out.add(definition.type)
                 return ""
-            # The beginning of the prompt stays as it was.
-            name = self.tools.add(definition, at, is_deferred=definition.name not in self.tools.functions)
+            function = _function(definition, at)
+            name = function["name"]
+            self.tools.added[name] = function
             self._described.discard(name)
         if not isinstance(name, str):
             raise ApiError(400, f"{where}.name must be a string", f"{where}.name")
@@ -434,9 +443,9 @@ def _document(block: Block | chat_schema.Part, where: str) -> Parts:
         except ValueError:
             raise ApiError(400, f"{name}.data must be base64 of text in UTF-8", f"{name}.data") from None
     else:
-        given = f"{kind[:64] if isinstance(kind, str) else kind!r}"
+        given = repr(kind[:64]) if isinstance(kind, str) else "of no type"
         given += f" of {media_type[:64]}" if kind == "base64" and isinstance(media_type, str) else ""
-        message = f"{name} is {given}: it must be text, content, or base64 of text, and other documents sent as text"
+        message = f"{name} is {given}: it must be text, content, or base64 of text; send other documents as text"
         raise ApiError(400, message, name)
     return _titled(block, {"Context": getattr(block, "context", None)}, parts)
 

@@ -283,6 +283,13 @@ def test_a_message_may_add_and_remove_tools(quiet, role):
     assert "available now:\n<functions>\n<function>{" in text
     assert "not available any more: read_file" in text
     assert [(tool.function.name, tool.defer_loading) for tool in chat.tools] == [("read_file", False), ("late", True)]
+    # One that is there already stays at the beginning as it was.
+    again = [*HI, {"role": role, "content": [addition(READ | {"description": "Reads well"})]}]
+    tools = as_chat(MessagesRequest(messages=again, **options)).tools
+    assert [(tool.function.description, tool.defer_loading) for tool in tools] == [
+        ("Reads a file", False),
+        ("Reads well", True),
+    ]
     called = quiet.post("/v1/messages", messages=turns, **options, tool_choice={"type": "tool", "name": "late"})
     assert called.json()["content"][0]["name"] == "late"
 
