@@ -114,7 +114,7 @@ async def prepare_chat(
     talk.echoed = text_of(last.content, f"messages[{place}]") if body.echo and last.role == "assistant" else ""
     room = serving.check_room(talk.prompt, most if needs_room else None, "messages")
     if most is not None and most > room:
-        current().note(f"max_tokens is {most}: {room} new tokens are possible after {len(talk.prompt)} of the prompt")
+        current().note(f"max_tokens is {most}: there is room for less, so the answer may end where the context does")
     most = room if most is None else min(most, room)
     form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
     if form and calls:
