@@ -16,7 +16,7 @@ def _answer(name: str, doc: str, /, **fields: Any) -> Any:
     return create_model(name, __base__=Answer, __doc__=doc, **fields)
 
 
-ErrorBody = _answer("ErrorBody", "An error in OpenAI's shape.", message=str, type=str, param=str | None, code=int)
+ErrorBody = _answer("ErrorBody", "An error in OpenAI's shape.", message=str, type=str, param=str | None, code=int | str)
 Error = _answer("Error", "An answer that is an error.", error=ErrorBody)
 PromptDetails = _answer("PromptDetails", "Details of prompt tokens.", cached_tokens=int)
 CompletionDetails = _answer(
@@ -47,6 +47,7 @@ ChatMessage = _answer(
     reasoning_content=(str | None, None),
     reasoning=(str | None, None),
     tool_calls=(list[Call], []),
+    function_call=(Function | None, None),
     refusal=(type(None), None),
 )
 # Fields of every choice; of what has the log-probabilities of a prompt; of every completion.
@@ -63,7 +64,7 @@ ChatChoice = _answer(
     "ChatChoice",
     "A choice of a chat.",
     message=ChatMessage,
-    finish_reason=Literal["stop", "length", "tool_calls", "abort"],
+    finish_reason=Literal["stop", "length", "tool_calls", "function_call", "abort"],
     **_CHOICE,
 )
 ChatCompletion = _answer(
@@ -132,7 +133,7 @@ MessagesAnswer = _answer(
     role=Literal["assistant"],
     model=str,
     content=list[dict[str, Any]],
-    stop_reason=Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"],
+    stop_reason=Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"],
     stop_sequence=str | None,
     usage=MessagesUsage,
 )

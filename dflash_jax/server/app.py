@@ -22,7 +22,7 @@ from dflash_jax.server.access import OPEN_PATHS, Access
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.body import Body, already_read, check_type, has_body
 from dflash_jax.server.cors import Cors
-from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
+from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response, is_anthropics
 from dflash_jax.server.page_files import PAGE_PATHS, page_file
 from dflash_jax.server.request_context import ID_HEADER, RequestContext, fresh_id, while_connected
 from dflash_jax.server.serving import Serving
@@ -54,6 +54,8 @@ class Gate:
             Headers(scope=scope), serving.name, serving.limits.unknown_fields, serving.on_begin, serving.on_end
         )
         context.enter()
+        if is_anthropics(scope):
+            context.anthropic_id = f"req_{context.returned_id or fresh_id()}"
         if serving.additions.request_ids and ID_HEADER not in context.headers:
             context.returned_id = fresh_id()
         # A copy: the server keeps its own as long as the connection.

@@ -82,8 +82,16 @@ def tools_in_use(body: chat_schema.ChatRequest) -> list[chat_schema.Tool] | None
     return None if body.tool_choice == "none" else body.tools
 
 
-async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Conversation, list[RemoteSequence]]:
+async def prepare_chat(
+    serving: Serving, body: chat_schema.ChatRequest, needs_room: bool = True
+) -> tuple[Conversation, list[RemoteSequence]]:
     """Prepares the conversation and the sequences of a request.
+
+    Args:
+        serving: The model and its engine.
+        body: The request.
+        needs_room: Whether all of ``max_tokens`` must fit; otherwise the answer ends where the context does. Agents
+            send the same ``max_tokens`` to every model.
 
     Raises:
         ApiError: The request is invalid.
@@ -104,7 +112,10 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     talk.prompt = prompt
     last, place = body.messages[-1], len(body.messages) - 1
     talk.echoed = text_of(last.content, f"messages[{place}]") if body.echo and last.role == "assistant" else ""
-    most = serving.check_room(talk.prompt, most, "messages")
+    room = serving.check_room(talk.prompt, most if needs_room else None, "messages")
+    if most is not None and most > room:
+        current().note(f"max_tokens is {most}: there is room for less, so the answer may end where the context does")
+    most = room if most is None else min(most, room)
     form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
     if form and calls:
         raise ApiError(400, f"{form.field} and tool_choice each ask for a form: give one of them", form.field)
@@ -117,7 +128,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
         "priority": body.priority,
         "form": await prepare.compiled(serving, form or calls),
         "thought": talk.thought,
-        "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
+        "budget": prepare.budget(body.budgets),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt or "",
         "records_drafts": body.return_proposals,
@@ -132,7 +143,7 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     """OpenAI's chat completions."""
     serving: Serving = http.app.state.serving
     name = current().choose_id("chatcmpl-", body.request_id, body.rid)
-    talk, sequences = await prepare_chat(serving, body)
+    talk, sequences = await prepare_chat(serving, body, needs_room=False)
     head = {"id": name, "created": current().created, "model": body.model or serving.name}
     body = body.without_large()
     if body.stream:
@@ -172,7 +183,8 @@ async def prepare_batch(
         # The fields are validated already.
         fields: dict[str, Any] = dict(body) | {"messages": messages}
         try:
-            talk, sequences = await prepare_chat(serving, chat_schema.ChatRequest.model_construct(None, **fields))
+            chat = chat_schema.ChatRequest.model_construct(None, **fields)
+            talk, sequences = await prepare_chat(serving, chat, needs_room=False)
         except ApiError as e:
             raise ApiError(e.status_code, f"conversation {i}: {e.message}", e.param) from None
         talks.append(talk)
@@ -207,13 +219,15 @@ async def full_response(
         reasoning = "".join(d.reasoning for d in deltas[i]) or None
         calls = joined([c for d in deltas[i] for c in d.calls])
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        message |= {"reasoning_content": reasoning, "reasoning": reasoning} | ({"tool_calls": calls} if calls else {})
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message |= {"function_call": calls[0]["function"]} if body.has_functions else {"tool_calls": calls}
         entries = sequence.logprobs
         value = {
             "index": i,
             "message": message,
             "logprobs": None if entries is None else logprobs_of(serving, body, entries),
-            "finish_reason": parsers[i].reason(sequence),
+            "finish_reason": reason_of(body, parsers[i].reason(sequence)),
             **stop_reasons(sequence, serving.llm.defaults.stop_ids),
             "token_ids": sequence.request.tokens if body.return_token_ids else None,
         }
@@ -237,9 +251,18 @@ def logprobs_of(serving: Serving, body: chat_schema.ChatRequest, entries: Sequen
     return {"content": content, "refusal": None}
 
 
-def as_deltas(delta: Delta) -> list[dict]:
-    """The deltas of a chat's message, one for each part of a piece."""
-    return [_as_delta(*part) for part in delta.parts()]
+def reason_of(body: chat_schema.ChatRequest, reason: str | None) -> str | None:
+    """The finish_reason of a choice, by that of its parser."""
+    return "function_call" if body.has_functions and reason == "tool_calls" else reason
+
+
+def as_deltas(delta: Delta, has_functions: bool) -> list[dict]:
+    """The deltas of a chat's message, one for each part of a piece; ``has_functions``: calls in OpenAI's older form."""
+    deltas = [_as_delta(*part) for part in delta.parts()]
+    calls = ((each, each.pop("tool_calls", None)) for each in deltas if has_functions)
+    for each, call in calls:
+        each |= {"function_call": call[0]["function"]} if call else {}
+    return deltas
 
 
 def _as_delta(kind: str, text: str, call: CallDelta | None) -> dict:
@@ -274,9 +297,9 @@ async def stream_chunks(
             yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not started)
             started.append(i)
         totals.take(i)
-        deltas, more = as_deltas(parsers[i].push(piece)), {}
+        deltas, more = as_deltas(parsers[i].push(piece), body.has_functions), {}
         if piece.finish_reason:
-            deltas += as_deltas(parsers[i].finish(sequences[i]))
+            deltas += as_deltas(parsers[i].finish(sequences[i]), body.has_functions)
         if piece.logprobs is not None:
             more["logprobs"] = logprobs_of(serving, body, piece.logprobs)
         if body.return_token_ids:
@@ -290,7 +313,7 @@ async def stream_chunks(
             reason = None
             if piece.finish_reason and place == len(deltas) - 1:
                 # The reason comes with the last text, as in vLLM: no chunk of a choice is without tokens.
-                reason = parsers[i].reason(sequences[i])
+                reason = reason_of(body, parsers[i].reason(sequences[i]))
                 more |= stop_reasons(sequences[i], serving.llm.defaults.stop_ids)
             yield chunk(i, delta, reason, **more)
             more = {}

@@ -5,7 +5,7 @@ Requests to other interfaces are converted to them.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
 from dflash_jax.server.schema_base import (
@@ -38,19 +38,30 @@ class Function(Lenient):
 
 
 class Tool(Lenient):
-    """A tool."""
+    """A tool. One with ``defer_loading`` may be called, and the template does not show it: the conversation does."""
 
     type: Literal["function"]
     function: Function
+    defer_loading: bool | None = Field(default=None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, given: Any) -> Any:
+        """Takes a function without its envelope, as /v1/responses and /v1/messages have it, too."""
+        is_flat = isinstance(given, dict) and "function" not in given and isinstance(given.get("name"), str)
+        if not is_flat or given.get("type", "function") != "function":
+            return given
+        parameters = given.get("parameters", given.get("input_schema"))
+        return {"type": "function", "function": {**given, "parameters": parameters}}
 
 
-class FunctionName(Strict):
-    """The name of a function."""
+class FunctionName(Lenient):
+    """The name of a function. Some clients send the whole function."""
 
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(Lenient):
     """A tool by its name."""
 
     type: Literal["function"]
@@ -74,6 +85,20 @@ class AllowedToolsChoice(Strict):
 ToolChoice = (
     Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
 )
+# Other servers' words for choices of tools.
+CHOICES = {"any": "required"}
+
+
+def openais_choice(choice: Any) -> Any:
+    """A choice of tools in OpenAI's form, of another server's: a word as a type, a name beside the type."""
+    if not isinstance(choice, dict):
+        return CHOICES.get(choice, choice) if isinstance(choice, str) else choice
+    kind, name = choice.get("type"), choice.get("name")
+    if kind in ("auto", "none", "required", "any"):
+        return CHOICES.get(kind, kind)
+    if kind in ("tool", "function", None) and isinstance(name, str) and "function" not in choice:
+        return {"type": "function", "function": {"name": name}}
+    return choice
 
 
 class CalledFunction(Lenient):
@@ -123,11 +148,20 @@ class Message(Lenient):
     tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    # Mistral's and Qwen's names for a message of the assistant that is continued.
+    prefix: bool | None = None
+    partial: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _checked(cls, given: Any) -> Any:
         if isinstance(given, dict):
+            # OpenAI's older form of calls and their results, which had no ids.
+            call, name = given.get("function_call"), given.get("name")
+            if isinstance(call, dict):
+                given = given | {"tool_calls": [{"id": call.get("name"), "function": call}]}
+            if given.get("role") == "function":
+                given = given | {"role": "tool", "tool_call_id": name}
             for name, allowed in NEUTRAL.items():
                 check_neutral(name, allowed, given.get(name))
             if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
@@ -138,10 +172,36 @@ class Message(Lenient):
 class ReasoningOptions(Strict):
     """How much to think, in OpenRouter's and SGLang's form."""
 
+    neutral = neutral_table("reasoning")
+
     effort: Effort | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-    max_tokens: None = None
+    max_tokens: ThinkingBudget = None
+
+
+class Thinking(Strict):
+    """Whether and how much to think, in Anthropic's form, which other clients have, too.
+
+    ``display`` "omitted" leaves the text of thoughts out of the answers of /v1/messages. ``clear_thinking`` false (of
+    GLM) and ``keep`` "all" (of Kimi) keep earlier thoughts in the conversation.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None
+    display: str | None = None
+    clear_thinking: bool | None = None
+    keep: str | None = None
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of the thought; None for any number. With other types than enabled it is the model's choice."""
+        return self.budget_tokens if self.type == "enabled" else None
+
+    @property
+    def preserves(self) -> bool:
+        """Whether earlier thoughts are asked for."""
+        return self.clear_thinking is False or self.keep == "all"
 
 
 class Templated(Body):
@@ -149,11 +209,16 @@ class Templated(Body):
 
     chat_template: str | None = Field(None, max_length=65536)
     chat_template_kwargs: Json | None = None
+    # Baseten's and Dynamo's name.
+    chat_template_args: Json | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: Effort | None = None
     reasoning: ReasoningOptions | None = None
     enable_thinking: bool | None = None
+    # Whether earlier thoughts stay in the conversation.
+    preserve_thinking: bool | None = None
+    thinking: Thinking | None = None
 
     @property
     def template_options(self) -> Json:
@@ -163,10 +228,13 @@ class Templated(Body):
         options: Json = {}
         if effort is not None:
             options |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        for is_thinking in (reasoning.enabled, self.enable_thinking):
-            if is_thinking is not None:
-                options["enable_thinking"] = is_thinking
-        return options | (self.chat_template_kwargs or {})
+        thinking = self.thinking
+        switches = (reasoning.enabled, None if thinking is None else thinking.type != "disabled", self.enable_thinking)
+        if is_thinking := [switch for switch in switches if switch is not None]:
+            options["enable_thinking"] = is_thinking[-1]
+        if self.preserve_thinking is not None or (thinking is not None and thinking.preserves):
+            options["preserve_thinking"] = self.preserve_thinking is not False
+        return options | (self.chat_template_args or {}) | (self.chat_template_kwargs or {})
 
 
 class ChatRequest(OpenAiSampling, Templated):
@@ -184,15 +252,56 @@ class ChatRequest(OpenAiSampling, Templated):
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    # OpenAI's older form of both, whose answer has one call in a field of its own.
+    functions: Items[Function] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
     return_prompt_token_ids: bool = False
-    # The second name is Qwen's.
+    # vLLM's, Qwen's and llama.cpp's names.
     thinking_token_budget: ThinkingBudget = None
     thinking_budget: ThinkingBudget = None
+    thinking_budget_tokens: ThinkingBudget = None
     # SGLang's and vLLM's fields for showing reasoning.
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     include_reasoning: bool = True
+    _has_functions: bool = PrivateAttr(False)
+
+    @field_validator("max_tokens", "max_completion_tokens", mode="before")
+    @classmethod
+    def _without_limit(cls, most: Any) -> Any:
+        """-1 is no limit in llama.cpp and LM Studio."""
+        return None if most == -1 and not isinstance(most, bool) else most
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _of_any_server(cls, choice: Any) -> Any:
+        return openais_choice(choice)
+
+    @model_validator(mode="after")
+    def _with_todays_fields(self) -> Self:
+        last = self.messages[-1]
+        if isinstance(last, Message) and last.role == "assistant" and (last.prefix or last.partial):
+            self.continue_final_message = True
+        if self.functions and self.tools is None:
+            self._has_functions, self.parallel_tool_calls = True, False
+            self.tools = [Tool(type="function", function=function) for function in self.functions]
+            if self.tool_choice is None:
+                call = self.function_call
+                is_named = isinstance(call, FunctionName)
+                self.tool_choice = NamedTool(type="function", function=call) if is_named else call
+        return self
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether the answer has OpenAI's older form of calls."""
+        return self._has_functions
+
+    @property
+    def budgets(self) -> list[int | None]:
+        """Most tokens of the thought, by all fields that say it."""
+        options = (self.reasoning and self.reasoning.max_tokens, self.thinking and self.thinking.budget)
+        return [self.thinking_token_budget, self.thinking_budget, self.thinking_budget_tokens, *options]
 
     @property
     def must_call(self) -> bool:

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.sequence import Piece
+from dflash_jax.sampling_params import MAX_STOPS
 from dflash_jax.server import prepare, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
@@ -27,6 +28,10 @@ from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, fram
 
 router = APIRouter(route_class=MediaRoute)
 
+# The tokens before a prompt, before its suffix and before the text that fills the gap, of Qwen's code models.
+INFILL = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+# Further tokens at which such a text ends.
+INFILL_ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 # Tokens of a prompt that are decoded in one step.
 STEP_TOKENS = 64
 # The stop reasons of a choice without new tokens, and fields of a whole choice where they are not asked for.
@@ -48,6 +53,31 @@ def prompts_of(body: schema.CompletionRequest) -> list:
     return prompts
 
 
+async def infilled(
+    serving: Serving, body: schema.CompletionRequest, prompts: list[list[int]]
+) -> tuple[list[list[int]], schema.CompletionRequest]:
+    """Prompts around their gap, before the suffix, and the request with the tokens that end the text.
+
+    Raises:
+        ApiError: The tokenizer has no tokens for it, or a field does not go with it.
+    """
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, name) not in (None, False):
+            raise ApiError(400, f"{name} is not possible with suffix", name)
+    tokenizer = serving.llm.tokenizer
+    known = {} if tokenizer is None else {tag: tokenizer.encode_plain(tag) for tag in (*INFILL, *INFILL_ENDS)}
+    known = {tag: ids[0] for tag, ids in known.items() if len(ids) == 1}
+    if not known.keys() >= set(INFILL):
+        names = ", ".join(tag.strip("<|>") for tag in INFILL)
+        raise ApiError(400, f"suffix needs tokens for infilling ({names}), and this tokenizer has none", "suffix")
+    before, between, after = (known[tag] for tag in INFILL)
+    suffix = await serving.texts.encode(body.suffix or "", "suffix")
+    stops, own = body.stop_token_ids or [], serving.llm.defaults.stop_ids
+    more = [i for i in known.values() if i not in stops and i not in own][: max(0, MAX_STOPS - len(stops) - len(own))]
+    infill = [[before, *ids, between, *suffix, after] for ids in prompts]
+    return infill, body.model_copy(update={"stop_token_ids": [*stops, *more]})
+
+
 async def prepare_completions(serving: Serving, body: schema.CompletionRequest) -> list[RemoteSequence]:
     """Prepares the sequences of a request, those of the first prompt first.
 
@@ -63,6 +93,8 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs or 0)
     is_truncated = body.truncate_prompt_tokens is not None
     encoded = [await serving.texts.prompt(prompt, "prompt", is_truncated=is_truncated) for prompt in prompts]
+    if body.suffix:
+        encoded, body = await infilled(serving, body, encoded)
     form = await prepare.compiled(serving, prepare.form_of(body))
     budget, sequences = prepare.budget([body.thinking_token_budget]), []
     for ids in encoded:

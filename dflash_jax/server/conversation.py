@@ -331,9 +331,10 @@ async def converse(
     if tools is not None and len(tools) > serving.limits.tools:
         raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
     tool_schemas = []
-    async for tool in serving.in_steps(tools or ()):
-        check_parameters(tool.function.parameters or {}, f"tools[{len(tool_schemas)}].function.parameters")
-        tool_schemas.append(tool.model_dump(exclude_none=True))
+    async for i, tool in serving.in_steps(enumerate(tools or ())):
+        check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
+        if not tool.defer_loading:
+            tool_schemas.append(tool.model_dump(exclude_none=True))
     # The arguments of calls are JSON inside the body's JSON.
     arguments, most = [call.function.arguments for m in messages for call in m.tool_calls or ()], serving.limits.values
     if sum(text.count(mark) for text in arguments if isinstance(text, str) for mark in ",[{") > most:

@@ -1,11 +1,11 @@
 """Errors as answers.
 
-OpenAI's shape is ``{"error": {"message", "type", "param", "code"}}``; paths below /v1/messages have Anthropic's.
+OpenAI's shape is ``{"error": {"message", "type", "param", "code"}}``; paths below /v1/messages have Anthropic's. Agents
+shorten a conversation that is too long, which they know by OpenAI's code, or by the words of each interface.
 """
 
 import json
 import logging
-import uuid
 from collections.abc import Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
@@ -38,6 +38,7 @@ class ApiError(HTTPException):
     Attributes:
         message: What is wrong, and what would be right.
         param: The field that the error is about.
+        code: OpenAI's name of it where clients read one, such as Codex; else the status.
         headers: Further headers of the answer.
     """
 
@@ -46,33 +47,57 @@ class ApiError(HTTPException):
     def __init__(self, status: int, message: str, param: str | None = None):
         super().__init__(status, message)
         self.message, self.param = message, param
+        self.code: int | str = "rate_limit_exceeded" if status == 429 else status
         if status in (429, 503):
             self.headers = {"Retry-After": str(RETRY_S)}
         elif status == 401:
             self.headers = {"WWW-Authenticate": "Bearer"}
 
     @property
+    def anthropic_message(self) -> str:
+        """The message in Anthropic's shape."""
+        return self.message
+
+    @property
     def body(self) -> dict:
         """The body in OpenAI's shape."""
         status = self.status_code
         kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": status}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def body_for(self, path: str) -> dict:
-        """The body in the shape of the interface that ``path`` belongs to."""
-        if path != "/v1/messages" and not path.startswith("/v1/messages/"):
-            return self.body
+    def anthropic_body(self, request_id: str) -> dict:
+        """The body in Anthropic's shape."""
         status = self.status_code
         kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        error = {"type": kind, "message": self.message}
-        return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
+        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message}, "request_id": request_id}
 
 
 class TooLongError(ApiError):
-    """A prompt or a conversation does not fit into a slot."""
+    """A prompt or a conversation does not fit into a slot.
 
-    def __init__(self, message: str, param: str | None = None):
+    Attributes:
+        tokens: Tokens of it, or fewer where it was not counted to its end; None for another measure.
+        most: Most tokens that it may have.
+    """
+
+    def __init__(self, message: str, param: str | None = None, tokens: int | None = None, most: int = 0):
         super().__init__(400, message, param)
+        self.code = "context_length_exceeded"
+        self.tokens, self.most = tokens, most
+
+    @property
+    def anthropic_message(self) -> str:
+        """Anthropic's message of a prompt that is too long."""
+        if self.tokens is None:
+            return self.message
+        return f"prompt is too long: {self.tokens} tokens > {self.most} maximum"
+
+
+def too_long(tokens: int, capacity: int, param: str | None, is_at_least: bool = False) -> TooLongError:
+    """The error of a prompt that leaves no room for a new token, or is not counted further."""
+    count = f"{'at least ' * is_at_least}{tokens}"
+    message = f"{count} tokens do not fit: this model's maximum context length is {capacity} tokens, one of them new"
+    return TooLongError(message, param, tokens, capacity - 1)
 
 
 def dumped(value: object) -> bytes:
@@ -195,10 +220,16 @@ def from_validation_error(error: "RequestValidationError") -> ApiError:
     return ApiError(400, f"{param or 'the body'} {reason}", param)
 
 
-def from_conversion_error(error: "ValidationError") -> ApiError:
-    """The error of a chat request that was converted from another interface's request."""
+def from_conversion_error(error: "ValidationError", where: str = "") -> ApiError:
+    """The error of a value at ``where`` that was validated apart, or converted from another interface's request."""
     first = error.errors()[0]
-    return ApiError(400, f"{field_name(first['loc'])}: {first['msg']}")
+    name = ".".join(filter(None, (where, field_name(first["loc"]))))
+    return ApiError(400, f"{name}: {first['msg']}", where or None)
+
+
+def is_anthropics(scope: Mapping) -> bool:
+    """Whether a request's answer has Anthropic's shape."""
+    return scope["path"] == "/v1/messages" or scope["path"].startswith("/v1/messages/") or wants_anthropic(scope)
 
 
 def wants_anthropic(scope: Mapping) -> bool:
@@ -209,8 +240,8 @@ def wants_anthropic(scope: Mapping) -> bool:
 
 def error_response(error: ApiError, scope: Mapping) -> JsonResponse:
     """The answer to a request of an ASGI scope."""
-    path = "/v1/messages" if wants_anthropic(scope) else scope["path"]
-    return JsonResponse(error.body_for(path), error.status_code, error.headers)
+    body = error.anthropic_body(scope["state"]["anthropic_id"]) if is_anthropics(scope) else error.body
+    return JsonResponse(body, error.status_code, error.headers)
 
 
 def add_handlers(app) -> None:

@@ -12,7 +12,7 @@ from dflash_jax.server.chat import prepare_chat, tools_in_use
 from dflash_jax.server.conversation import Conversation, GrowingItems, converse
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.messages_input import CountTokensRequest, MessagesRequest, as_chat
+from dflash_jax.server.messages_input import CountTokensRequest, MessagesRequest, as_chat, sealed
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, event_frames, frame
@@ -23,6 +23,8 @@ SIGNATURE = "unsigned"
 # The reasons of answers that did not end by themselves. The interface has none for an aborted one; max_tokens is the
 # nearest.
 REASONS = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
+# The reason of one that ended because the context did.
+FULL = "model_context_window_exceeded"
 # The type and the field of the event of a text, by its kind.
 DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -35,7 +37,7 @@ class Content(GrowingItems):
     """The content blocks of an answer."""
 
     def __init__(self, shows_thoughts: bool = True):
-        """An empty content; without ``shows_thoughts`` the text of thinking blocks is left out."""
+        """An empty content; without ``shows_thoughts`` the text of thinking blocks is in their signatures only."""
         super().__init__()
         self._shows_thoughts = shows_thoughts
 
@@ -62,8 +64,9 @@ class Content(GrowingItems):
         elif kind == "content":
             block["text"] = text
         else:
-            block |= {"thinking": text if self._shows_thoughts else "", "signature": SIGNATURE}
-            signed = {"type": "signature_delta", "signature": SIGNATURE}
+            signature = SIGNATURE if self._shows_thoughts else sealed(text)
+            block |= {"thinking": text if self._shows_thoughts else "", "signature": signature}
+            signed = {"type": "signature_delta", "signature": signature}
             events.append(self._event("content_block_delta", delta=signed))
         return [*events, self._event("content_block_stop")]
 
@@ -119,6 +122,8 @@ async def message_events(
     totals = usage_fields(sequence, counted, parser.reasoning_tokens)
     matched = sequence.matched if isinstance(sequence.matched, str) else None
     reason = "stop_sequence" if matched is not None else REASONS.get(parser.reason(sequence) or "", "end_turn")
+    if reason == "max_tokens" and len(sequence.request.prompt) + counted == serving.capacity:
+        reason = FULL
     stop = {"stop_reason": reason, "stop_sequence": matched}
     message |= {"content": content.items, **stop, "usage": totals}
     yield {"type": "message_delta", "delta": stop, "usage": totals}
@@ -127,7 +132,7 @@ async def message_events(
 
 def error_frame(error: ApiError) -> bytes:
     """The event of an error."""
-    return frame(error.body_for(PATH), "error")
+    return frame(error.anthropic_body(current().anthropic_id or ""), "error")
 
 
 @router.post(PATH, responses={200: {"model": MessagesAnswer}}, response_model=None)
@@ -135,7 +140,7 @@ async def messages(http: Request, body: MessagesRequest):
     """Anthropic's messages."""
     serving: Serving = http.app.state.serving
     name = current().choose_id("msg_")
-    talk, sequences = await prepare_chat(serving, as_chat(body))
+    talk, sequences = await prepare_chat(serving, as_chat(body), needs_room=False)
     message = {
         "id": name,
         "type": "message",

@@ -181,7 +181,9 @@ def form_of(body) -> Form | None:
     asked: list[tuple[str, Any, str]] = []
     answer = getattr(body, "response_format", None) or schema.ResponseFormat(type="text")
     kind = answer.type
-    if kind == "json_object":
+    if answer.schema_ is not None and answer.json_schema is None and kind in ("json_object", "json_schema"):
+        asked.append(("schema", answer.schema_, "response_format.schema"))
+    elif kind == "json_object":
         asked.append(("json", {}, "response_format"))
     elif kind == "json_schema":
         field = "response_format.json_schema.schema"
@@ -250,13 +252,11 @@ def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: 
 
 
 def check_stream(serving: Serving, body: schema.OpenAiSampling) -> None:
-    """Checks fields that only a stream can have.
+    """Checks ``return_proposals``. Other options of a stream have no effect without one.
 
     Raises:
-        ApiError: The request is no stream, or ``return_proposals`` finds no rounds that show their drafts.
+        ApiError: The request is no stream, or there are no rounds that show their drafts.
     """
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if not body.return_proposals:
         return
     hello, reason = serving.hello, None

@@ -19,6 +19,8 @@ from dflash_jax.server.errors import ApiError, ClientGoneError
 log = logging.getLogger("dflash_jax.server")
 
 ID_HEADER, NOTE_HEADER = "x-request-id", "x-dflash-note"
+# Anthropic's clients show this header.
+ANTHROPIC_HEADER = "request-id"
 ID = re.compile(r"[!-~]{1,128}")
 # Most notes of an answer, and most characters of a note.
 MOST_NOTES, LONGEST_NOTE = 8, 300
@@ -51,6 +53,7 @@ class RequestContext:
         answer_id: The id of the answer, and of its sequences.
         ids: Ids of sequences that have other ones.
         returned_id: The id in the answer's header; None for none.
+        anthropic_id: The id in the header and the errors of answers in Anthropic's shape; None for others.
         status: Status of the answer; 499 where the client left before it.
         is_answered: Whether the whole answer is sent.
         began: When it began, in seconds since the epoch.
@@ -72,6 +75,7 @@ class RequestContext:
     answer_id: str = field(default_factory=fresh_id)
     ids: dict[TextSequence, str] = field(default_factory=dict)
     returned_id: str | None = None
+    anthropic_id: str | None = None
     status: int = 499
     is_answered: bool = False
     began: float = field(default_factory=time.time)
@@ -128,8 +132,9 @@ class RequestContext:
 
     @property
     def answer_headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the answer: its notes and its id."""
-        values = [*((NOTE_HEADER, text) for text in self.notes), (ID_HEADER, self.returned_id)]
+        """Headers of the answer: its notes and its ids."""
+        ids = ((ID_HEADER, self.returned_id), (ANTHROPIC_HEADER, self.anthropic_id))
+        values = [*((NOTE_HEADER, text) for text in self.notes), *ids]
         return [(name.encode("ascii"), value.encode("ascii")) for name, value in values if value is not None]
 
     def submit(self, sequences: Sequence[TextSequence]) -> None:

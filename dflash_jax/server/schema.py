@@ -100,7 +100,7 @@ class OpenAiSampling(SharedFields):
 class JsonSchema(Strict):
     """A named JSON schema."""
 
-    name: str
+    name: str | None = None
     description: str | None = None
     schema_: Json | bool | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -117,11 +117,13 @@ class StructureTag(Strict):
 class ResponseFormat(Strict):
     """The form of an answer.
 
-    For structural_tag, the older notation has structures and triggers, the newer one format.
+    For structural_tag, the older notation has structures and triggers, the newer one format. A schema beside the type
+    is llama.cpp's and Together's notation.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    schema_: Json | bool | None = Field(default=None, alias="schema")
     structures: Items[StructureTag] | None = None
     triggers: Items[str] | None = None
     format: Json | None = None
@@ -133,6 +135,8 @@ class CompletionRequest(OpenAiSampling):
     neutral = neutral_table("completion")
 
     prompt: str | Items[str] | TokenList | Items[TokenList]
+    # What follows the text: it fills the gap between both.
+    suffix: str | None = None
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None

@@ -1,8 +1,8 @@
 """The base of request schemas: how strictly fields are read, and which ones are ignored.
 
-A table of neutral_fields.toml maps the name of a field of OpenAI, vLLM or SGLang that has no effect here to its allowed
-values beside null. `Strict` removes such fields from a request before it is validated, and refuses other values by
-name. A field that has an effect is a field of a schema, and in no table.
+A table of neutral_fields.toml maps the name of a field of another server that has no effect here to its allowed values
+beside null. `Strict` removes such fields from a request before it is validated, and refuses other values by name. A
+field that has an effect is a field of a schema, and in no table.
 """
 
 import json
@@ -35,16 +35,10 @@ MOST_KEPT = 1024
 MOST_CHARACTERS = 64
 
 
-# Of neutral fields: the allowed values of each, types among them.
-Table = Mapping[str, tuple]
-_TYPES: dict[str, tuple] = {
-    "<boolean>": (bool,),
-    "<string>": (str,),
-    "<integer>": (int,),
-    "<number>": (int, float),
-    "<object>": (dict,),
-}
-_TYPE_NAMES = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
+# Of neutral fields: the allowed values of each, or ANY.
+Allowed = tuple | Literal["any"]
+ANY: Literal["any"] = "any"
+Table = Mapping[str, Allowed]
 _TABLES = tomllib.loads(Path(__file__).with_name("neutral_fields.toml").read_text(encoding="utf-8"))
 # Reasons for refusing a field where the allowed values do not explain it.
 _REASONS = {"custom_logit_processor": "is refused: it is a pickled program, and the server runs no code of its clients"}
@@ -54,34 +48,30 @@ def neutral_table(name: str) -> Table:
     """A table of neutral_fields.toml, merged with the tables that it names."""
     own = dict(_TABLES[name])
     others, without = own.pop("+", ()), own.pop("-", ())
-    merged = {field: allowed for other in others for field, allowed in neutral_table(other).items()}
-    own = {
-        field: tuple(each for v in values for each in (_TYPES.get(v, (v,)) if isinstance(v, str) else (v,)))
-        for field, values in own.items()
-    }
-    return {field: allowed for field, allowed in merged.items() if field not in without} | own
+    table: dict[str, Allowed] = {}
+    for other in others:
+        table |= {field: allowed for field, allowed in neutral_table(other).items() if field not in without}
+    for field, values in own.items():
+        table[field] = ANY if values == ANY else tuple(values)
+    return table
 
 
-def is_neutral(allowed: tuple, value: Any) -> bool:
+def is_neutral(allowed: Allowed, value: Any) -> bool:
     """Whether a field without effect may have this value."""
-
-    def matches(each: Any) -> bool:
-        if isinstance(each, type):
-            return type(value) is each
-        # 1.0 equals 1, but True does not.
-        return isinstance(value, bool) == isinstance(each, bool) and value == each
-
-    return value is None or any(map(matches, allowed))
+    # 1.0 equals 1, but True does not.
+    return (
+        value is None
+        or allowed == ANY
+        or any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed)
+    )
 
 
-def check_neutral(name: str, allowed: tuple, value: Any) -> None:
+def check_neutral(name: str, allowed: Allowed, value: Any) -> None:
     """Raises the error of a value that is not ``allowed``."""
     if is_neutral(allowed, value):
         return
     if name in _REASONS:
         raise wrong(name, _REASONS[name])
-    if allowed and all(isinstance(each, type) for each in allowed):
-        raise wrong(name, f"must be {' or '.join(_TYPE_NAMES[each] for each in allowed)}")
     values = " or ".join(json.dumps(each) for each in allowed or (None,))
     raise wrong(name, f"is not supported: only {values} is possible")
 

@@ -13,7 +13,7 @@ from dflash_jax.protocol import Event
 from dflash_jax.server.body import Bodies
 from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.engine_client import EngineClient, RemoteSequence
-from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.errors import ApiError, TooLongError, too_long
 from dflash_jax.server.limits import DEFAULT_LIMITS, Additions, Limits
 from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
 from dflash_jax.server.request_context import RequestContext, current
@@ -230,13 +230,16 @@ class Serving:
             ApiError: There is no room for them.
         """
         room = self.capacity - len(prompt)
-        if most is None and default is not None:
-            most = min(default, max(room, 1))
-        if room < 1 or (most is not None and most > room):
-            new_tokens = "at least one new one" if most is None else f"{most} new ones"
-            message = f"{len(prompt)} prompt tokens and {new_tokens} do not fit: at most {self.capacity} tokens do"
-            raise TooLongError(message, param)
-        return room if most is None else most
+        if room < 1:
+            raise too_long(len(prompt), self.capacity, param)
+        if most is None:
+            return room if default is None else min(default, room)
+        if most > room:
+            message = (
+                f"{len(prompt)} prompt tokens and {most} new ones do not fit: this model's maximum context length is"
+            )
+            raise TooLongError(f"{message} {self.capacity} tokens", param)
+        return most
 
     async def pieces(self, sequence: RemoteSequence) -> AsyncIterator[Piece]:
         """Yields the pieces of a sequence. Closing the iterator aborts the sequence."""

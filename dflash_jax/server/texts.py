@@ -13,7 +13,7 @@ from typing import TypeVar
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.server.capacity import FairCapacity
-from dflash_jax.server.errors import ApiError, ClientGoneError, TooLongError
+from dflash_jax.server.errors import ApiError, ClientGoneError, too_long
 
 # Least number of characters or token ids of a long prompt.
 LONG = 2**16
@@ -107,12 +107,11 @@ class Texts:
     def _check_length(self, prompt: str | Sequence[int], field: str) -> None:
         if not isinstance(prompt, str):
             if len(prompt) > self._capacity:
-                raise TooLongError(f"{len(prompt)} tokens do not fit: at most {self._capacity} tokens do", field)
+                raise too_long(len(prompt), self._capacity, field)
         elif self._tokenizer is not None and (longest := self._tokenizer.longest_token) is not None:
             limit = longest * self._capacity
             if len(prompt) > limit:
-                message = f"{len(prompt)} characters do not fit: at most {self._capacity} tokens do, {limit} characters"
-                raise TooLongError(message, field)
+                raise too_long(-(-len(prompt) // longest), self._capacity, field, is_at_least=True)
 
     @property
     def most_cut(self) -> int:
@@ -138,4 +137,4 @@ class Texts:
                 return
             count += len(tokenizer.encode_plain(prompt[at : at + PIECE]))
             if count > 2 * self._capacity:
-                raise TooLongError(f"more than {count} tokens do not fit: at most {self._capacity} tokens do", field)
+                raise too_long(count // 2, self._capacity, field, is_at_least=True)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from dflash_jax.server import chat_schema
+from dflash_jax.server import chat_schema, completions, prepare
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.serving import Serving
-from tests.server.conftest import MESSAGES, OFF, TOOL, Running, posted
+from tests.server.conftest import MESSAGES, OFF, SCHEMA, TOOL, Running, posted
 
 WIDTHS = (1, 16)
 PROMPT = "def clamp(value, low, high):\n    return"
@@ -287,7 +287,6 @@ def test_allowed_tools_need_not_be_called(quiet, llm):
         ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
         ({"type": "function"}, "tool_choice.function"),
         ({"type": "function", "function": {"name": 5}}, "tool_choice.function.name"),
-        ({"type": "function", "function": {"name": "x", "mood": 1}}, "tool_choice.function.mood"),
         ({"type": "magic"}, "tool_choice.type"),
         ({}, "tool_choice.type"),
         ("always", "tool_choice"),
@@ -439,3 +438,176 @@ def test_an_empty_stop_string_is_none(quiet, path, name):
     else:
         body |= {name: ""}
     assert quiet.post(path, **body).status_code == 200
+
+
+def test_a_suffix_follows_the_gap(quiet, llm, monkeypatch):
+    """The bundled tokenizer has no tokens for it, so that others stand for them."""
+    body = {"max_tokens": 4, "return_token_ids": True, "temperature": 0}
+    names = ("<think>", "<tool_call>", "</tool_call>")
+    monkeypatch.setattr(completions, "INFILL", names)
+    monkeypatch.setattr(completions, "INFILL_ENDS", ("</think>", "<|endoftext|>", "<|fim_pad|>"))
+    encode = llm.tokenizer.encode_plain
+    (before,), (between,), (after,) = map(encode, names)
+    expected = [before, *encode("def f("), between, *encode("\n    return x"), after]
+    for prompt in ("def f(", encode("def f(")):
+        found = quiet.post("/v1/completions", prompt=prompt, suffix="\n    return x", **body)
+        assert found.status_code == 200, found.text
+        choice = found.json()["choices"][0]
+        assert choice["prompt_token_ids"] == expected
+        plain = quiet.post(
+            "/v1/completions", prompt=expected, **body, stop_token_ids=[before, between, after, *encode("</think>")]
+        )
+        assert choice["text"] == plain.json()["choices"][0]["text"]
+    for token in (before, *encode("</think>")):
+        forced = body | {"logit_bias": {str(token): 100}}
+        ended = quiet.post("/v1/completions", prompt="def f(", suffix="x", **forced).json()["choices"][0]
+        assert (ended["text"], ended["finish_reason"], ended["stop_reason"]) == ("", "stop", token)
+    for more in ({"echo": True}, {"truncate_prompt_tokens": 3}):
+        refused = quiet.post("/v1/completions", prompt="x", suffix="y", **more)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, *more)
+    assert (
+        quiet.post("/v1/completions", prompt="x", suffix="y", **body, stop_token_ids=list(range(16, 30))).status_code
+        == 200
+    )
+
+
+def test_a_suffix_without_tokens_for_it_is_refused(quiet):
+    found = quiet.post("/v1/completions", prompt="x", suffix="y")
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "suffix")
+    assert quiet.post("/v1/completions", prompt="x", suffix="", max_tokens=1).status_code == 200
+
+
+# How clients of several servers name a tool, or say that one must be called.
+CHOICES = {
+    "OpenAI": {"type": "function", "function": {"name": "read_file"}},
+    "Zed": {"type": "function", "function": TOOL["function"] | {"description": None}},
+    "flat": {"type": "function", "name": "read_file"},
+    "Anthropic": {"type": "tool", "name": "read_file"},
+    "Anthropic, any": {"type": "any"},
+    "Mistral": "any",
+    "a type": {"type": "required"},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_of_a_tool_in_the_forms_of_all_servers(quiet, name):
+    body = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 200, "temperature": 0, "chat_template_kwargs": OFF}
+    found = quiet.post("/v1/chat/completions", **body, tool_choice=CHOICES[name])
+    assert found.status_code == 200, found.text
+    assert found.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "read_file"
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", {"type": "auto"}, {"type": "none"}])
+def test_choices_of_no_tool(quiet, choice):
+    found = quiet.post("/v1/chat/completions", messages=MESSAGES, tools=[TOOL], max_tokens=1, tool_choice=choice)
+    assert found.status_code == 200, found.text
+
+
+# Fields for thinking, and the template's variables and the budget that they are.
+THINKING = {
+    "DashScope": ({"enable_thinking": True, "preserve_thinking": True, "thinking_budget": 9}, (True, True), 9),
+    "llama.cpp": ({"thinking_budget_tokens": 9}, (None, None), 9),
+    "Baseten": ({"chat_template_args": {"enable_thinking": False}}, (False, None), None),
+    "OpenRouter": ({"reasoning": {"enabled": True, "max_tokens": 9, "summary": "auto"}}, (True, None), 9),
+    "GLM": ({"thinking": {"type": "enabled", "clear_thinking": False}}, (True, True), None),
+    "Kimi": ({"thinking": {"type": "enabled", "keep": "all"}}, (True, True), None),
+    "DeepSeek": ({"thinking": {"type": "disabled"}}, (False, None), None),
+    "Anthropic": ({"thinking": {"type": "enabled", "budget_tokens": 9}}, (True, None), 9),
+    "two": ({"thinking": {"type": "enabled"}, "enable_thinking": False}, (False, None), None),
+}
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_thinking_in_the_words_of_all_servers(quiet, name):
+    fields, switches, budget = THINKING[name]
+    body = chat_schema.ChatRequest(messages=MESSAGES, **fields)
+    assert tuple(body.template_options.get(key) for key in ("enable_thinking", "preserve_thinking")) == switches
+    assert prepare.budget(body.budgets) == budget
+    assert quiet.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1, **fields).status_code == 200
+
+
+def test_functions_are_tools_in_openais_older_form(quiet):
+    body = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "chat_template_kwargs": OFF}
+    today = quiet.post(
+        "/v1/chat/completions", **body, tools=[TOOL], tool_choice="required", parallel_tool_calls=False
+    ).json()["choices"][0]["message"]["tool_calls"][0]
+    body |= {"functions": [TOOL["function"]], "function_call": {"name": "read_file"}}
+    (choice,) = quiet.post("/v1/chat/completions", **body).json()["choices"]
+    assert (choice["message"]["function_call"], choice["finish_reason"]) == (today["function"], "function_call")
+    assert "tool_calls" not in choice["message"]
+    found = chunks(quiet, **body)
+    calls = [c["delta"]["function_call"] for each in found for c in each["choices"] if "function_call" in c["delta"]]
+    assert calls[0]["name"] == "read_file"
+    assert "".join(call["arguments"] for call in calls) == today["function"]["arguments"]
+    assert found[-1]["choices"][0]["finish_reason"] == "function_call"
+    prompts = []
+    for history in (
+        [choice["message"], {"role": "function", "name": "read_file", "content": "x = 1"}],
+        [
+            {"role": "assistant", "content": None, "tool_calls": [today]},
+            {"role": "tool", "tool_call_id": today["id"], "content": "x = 1"},
+        ],
+    ):
+        more = {"messages": [*MESSAGES, *history, *MESSAGES], "function_call": "none", "return_token_ids": True}
+        answer = quiet.post("/v1/chat/completions", **body | more | {"max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+        prompts.append(answer.json()["prompt_token_ids"])
+    assert prompts[0] == prompts[1]
+    none = quiet.post("/v1/chat/completions", messages=MESSAGES, functions=[], function_call="auto", max_tokens=1)
+    assert none.status_code == 200, none.text
+
+
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+def test_a_message_that_is_continued_by_its_own_field(quiet, name):
+    said = {"role": "assistant", "content": "def clamp(value"}
+    body = {"max_tokens": 8, "temperature": 0, "chat_template_kwargs": OFF}
+    texts = [
+        quiet.post("/v1/chat/completions", messages=[*MESSAGES, message], **body, **more).json()["choices"][0][
+            "message"
+        ]
+        for message, more in (
+            (said | {name: True}, {}),
+            (said, {"continue_final_message": True}),
+            (said | {name: False}, {}),
+        )
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_beside_the_type_of_the_form(quiet, kind):
+    body = {"messages": MESSAGES, "max_tokens": 80, "temperature": 0, "chat_template_kwargs": OFF}
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    texts = [
+        quiet.post("/v1/chat/completions", **body, response_format=each).json()["choices"][0]["message"]["content"]
+        for each in (form, {"type": kind, "schema": SCHEMA})
+    ]
+    assert texts[0] == texts[1]
+    assert set(json.loads(texts[0])) == {"kind", "n"}
+
+
+def test_tools_without_their_envelope(quiet):
+    """Some clients send the tools of /v1/responses or of /v1/messages to chats."""
+    function = TOOL["function"]
+    anthropics = {"name": function["name"], "description": function["description"]}
+    flat = [
+        {"type": "function", **function},
+        function,
+        anthropics | {"input_schema": function["parameters"]},
+    ]
+    body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    prompts = [
+        quiet.post("/v1/chat/completions", **body, tools=[tool]).json()["prompt_token_ids"] for tool in (TOOL, *flat)
+    ]
+    assert all(prompt == prompts[0] for prompt in prompts)
+    wrong = quiet.post("/v1/chat/completions", **body, tools=[{"type": "web_search"}]).json()["error"]
+    assert wrong["param"] == "tools[0].type"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_of_minus_one_is_none(quiet, name):
+    body = {"messages": MESSAGES, "temperature": 0, "stop": ["("]}
+    answers = [quiet.post("/v1/chat/completions", **body, **more).json() for more in ({}, {name: -1})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    for wrong in (-2, 0, True):
+        assert quiet.post("/v1/chat/completions", **body, **{name: wrong}).status_code == 400

@@ -1,14 +1,26 @@
 """/v1/messages, driven by Anthropic's own client."""
 
+import base64
 import json
+import re
 
 import anthropic
 import pytest
 
+from dflash_jax.server import prepare
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.engine_host import EngineHost, in_process
+from dflash_jax.server.errors import ApiError
 from dflash_jax.server.messages import Content
-from dflash_jax.server.messages_input import Block, MessagesRequest, TurnMessage, as_chat, as_messages
+from dflash_jax.server.messages_input import (
+    Block,
+    MessagesRequest,
+    MessagesTool,
+    Tools,
+    TurnMessage,
+    as_chat,
+    as_messages,
+)
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
 from tests.frontend.test_messages import STRICT
@@ -178,6 +190,190 @@ def test_history_as_a_chat_has_it():
     ]
 
 
+def read(*turns, **body) -> list[dict]:
+    return as_messages(MessagesRequest(max_tokens=1, messages=list(turns), **body))
+
+
+def test_documents_and_results_of_searches_are_text():
+    blocks = [
+        document(type="text", media_type="text/plain", data="one") | {"title": "T", "context": "C"},
+        document(type="content", content=[{"type": "text", "text": "two"}]),
+        document(type="content", content="three"),
+        document(type="base64", media_type="text/markdown", data=base64.b64encode("vier ö".encode()).decode()),
+        {"type": "search_result", "source": "https://a", "title": "S", "content": [{"type": "text", "text": "five"}]},
+    ]
+    (message,) = read(USER | {"content": blocks})
+    assert message["content"] == (
+        "<document>\nTitle: T\nContext: C\none\n</document>\n"
+        "<document>\ntwo\n</document>\n<document>\nthree\n</document>\n<document>\nvier ö\n</document>\n"
+        "<search_result>\nTitle: S\nSource: https://a\nfive\n</search_result>\n"
+    )
+    result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
+    assert read(USER | {"content": [result]})[0]["content"] == message["content"]
+
+
+def test_blocks_of_other_servers_are_left_out_with_a_note(quiet):
+    said = [
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": {"error_code": "x"}},
+        {"type": "mcp_tool_use", "id": "m1", "name": "f", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "m1", "is_error": False, "content": [{"type": "text", "text": "r"}]},
+        {"type": "code_execution_tool_result", "tool_use_id": "c", "content": {"stdout": "1"}},
+        {"type": "text", "text": "It is so."},
+    ]
+    turns = [*HI, {"role": "assistant", "content": said}, *HI]
+    assert read(*turns)[1] == {"role": "assistant", "content": "It is so."}
+    found = quiet.post("/v1/messages", messages=turns, max_tokens=1)
+    assert found.status_code == 200, found.text
+    assert "server_tool_use, web_search_tool_result" in found.headers["x-dflash-note"]
+
+
+def test_empty_turns_of_clients():
+    empty = [{"type": "text", "text": ""}]
+    turns = [USER | {"content": []}, {"role": "assistant", "content": []}, USER | {"content": empty}]
+    turns += [{"role": "system", "content": [], "output_config": {"effort": "low"}}]
+    turns += [{"role": "assistant", "content": empty}]
+    expected = [USER | {"content": ""}, {"role": "assistant", "content": ""}, USER | {"content": ""}]
+    assert read(*turns) == expected
+    with pytest.raises(ApiError, match="messages is empty"):
+        read({"role": "assistant", "content": ""})
+
+
+def test_an_open_call_is_not_continued(quiet):
+    """Claude Code counts the tokens of such beginnings."""
+    call = {"type": "tool_use", "id": "1", "name": "read_file", "input": {"path": "a"}}
+    body = {"messages": [*HI, {"role": "assistant", "content": [call]}], "tools": [READ]}
+    assert not as_chat(MessagesRequest(max_tokens=1, **body)).continue_final_message
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert quiet.post(path, **body, max_tokens=1, stream=False).status_code == 200
+
+
+def test_a_tool_is_described_where_the_conversation_refers_to_it(quiet):
+    """The beginning stays as it is, however many tools there are, and the tool can be called."""
+    late = READ | {"name": "late", "defer_loading": True}
+    found = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "late"}]}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "read_file", "input": {}}]}
+    body = {"messages": [*HI, call, USER | {"content": [found, *[found["content"][0]] * 2]}], "max_tokens": 200}
+    body |= {"thinking": THINKS_NOT, "temperature": 0}
+    messages = as_messages(MessagesRequest(**body, tools=[READ, late]), Tools.of([MessagesTool(**late)]))
+    shown = json.dumps(
+        {key: FUNCTION[key] for key in ("description",)} | {"name": "late", "parameters": FUNCTION["parameters"]}
+    )
+    assert messages[2]["content"] == f"<functions>\n<function>{shown}</function>\n</functions>\n"
+    assert messages[3]["content"] == "<function>late</function>\n" * 2
+    options = {"messages": HI, "max_tokens": 1}
+    counts = [
+        quiet.post("/v1/messages/count_tokens", **options, tools=tools).json()["input_tokens"]
+        for tools in ([READ], [READ, late], [late, READ], [READ, READ | {"name": "late"}])
+    ]
+    assert counts[0] == counts[1] == counts[2] < counts[3]
+    called = quiet.post("/v1/messages", **body, tools=[READ, late], tool_choice={"type": "tool", "name": "late"})
+    assert called.json()["content"][0]["name"] == "late"
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_message_may_add_and_remove_tools(quiet, role):
+    reference = {"type": "tool_reference", "name": "read_file"}
+    blocks = [addition(READ | {"name": "late"}), {"type": "tool_removal", "tool": reference}]
+    blocks += [addition({"type": "web_search_20250305", "name": "web_search"})]
+    turns = [*HI, {"role": role, "content": blocks, "clear_at": "next_user_message"}]
+    options = {"max_tokens": 200, "thinking": THINKS_NOT, "tools": [READ], "temperature": 0}
+    chat = as_chat(MessagesRequest(messages=turns, **options))
+    text = chat.messages[-1].content
+    assert "available now:\n<functions>\n<function>{" in text
+    assert "not available any more: read_file" in text
+    assert [(tool.function.name, tool.defer_loading) for tool in chat.tools] == [("read_file", False), ("late", True)]
+    # One that is there already stays at the beginning as it was.
+    again = [*HI, {"role": role, "content": [addition(READ | {"description": "Reads well"})]}]
+    tools = as_chat(MessagesRequest(messages=again, **options)).tools
+    assert [(tool.function.description, tool.defer_loading) for tool in tools] == [
+        ("Reads a file", False),
+        ("Reads well", True),
+    ]
+    called = quiet.post("/v1/messages", messages=turns, **options, tool_choice={"type": "tool", "name": "late"})
+    assert called.json()["content"][0]["name"] == "late"
+
+
+def test_a_thought_that_is_left_out_comes_back_in_its_signature(quiet):
+    options = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0}
+    shown, hidden = (
+        quiet.post("/v1/messages", **options, thinking={"type": "adaptive", "display": display}).json()["content"][0]
+        for display in ("summarized", "omitted")
+    )
+    assert (hidden["thinking"], shown["signature"]) == ("", "unsigned")
+    assert shown["thinking"]
+    turns = [read(*MESSAGES, {"role": "assistant", "content": [block]}, *HI) for block in (shown, hidden)]
+    assert turns[0] == turns[1]
+    assert turns[0][1]["reasoning_content"] == shown["thinking"]
+    for foreign in ("EqQBCgIYAhIM", "dflash:?", "dflash:/w==", None, 5):
+        block = {"type": "thinking", "thinking": "", "signature": foreign}
+        assert "reasoning_content" not in read(*HI, {"role": "assistant", "content": [block]}, *HI)[1]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "is_on", "budget"),
+    [
+        ({"type": "adaptive"}, True, None),
+        ({"type": "adaptive", "budget_tokens": 0}, True, None),
+        ({"type": "adaptive", "budget_tokens": -5, "display": "summarized"}, True, None),
+        ({"type": "enabled", "budget_tokens": 3}, True, 3),
+        ({"type": "enabled"}, True, None),
+        ({"type": "disabled", "budget_tokens": 1024, "display": "of tomorrow"}, False, None),
+    ],
+)
+def test_thinking_of_any_kind(quiet, thinking, is_on, budget):
+    chat = as_chat(MessagesRequest(max_tokens=1, messages=HI, thinking=thinking))
+    assert chat.template_options["enable_thinking"] is is_on
+    assert prepare.budget(chat.budgets) == budget
+    assert quiet.post("/v1/messages", messages=HI, max_tokens=1, thinking=thinking).status_code == 200
+
+
+def test_what_anthropics_servers_do_is_left_out_with_notes(quiet):
+    found = quiet.post(
+        "/v1/messages?beta=true",
+        messages=HI,
+        max_tokens=1,
+        tools=[
+            SEARCH,
+            {"type": "mcp_toolset", "mcp_server_name": "s"},
+            {"type": "tool_search_tool_regex_20251119", "name": "tool_search"},
+            READ | {"eager_input_streaming": True, "allowed_callers": ["direct"], "cache_control": {}, "strict": None},
+        ],
+        context_management={"edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 3}}]},
+        output_config={"effort": "xhigh", "task_budget": {"type": "tokens", "total": 20000}},
+        mcp_servers=[{"type": "url", "url": "https://a.example", "name": "s"}],
+        betas=["of-tomorrow-2030-01-01"],
+        metadata={"user_id": "{}"},
+        speed="fast",
+        container="c",
+    )
+    assert found.status_code == 200, found.text
+    notes = found.headers.get_list("x-dflash-note")
+    for words in (
+        "web_search_20250305",
+        "mcp_toolset",
+        "tool_search_tool_regex",
+        "clear_tool_uses",
+        "task_budget",
+        "mcp_s",
+    ):
+        assert any(words in note for note in notes), words
+    keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    found = quiet.post("/v1/messages", messages=HI, max_tokens=1, context_management=keeps)
+    assert "x-dflash-note" not in found.headers
+    chat = as_chat(MessagesRequest(messages=HI, max_tokens=1, context_management=keeps))
+    assert chat.template_options["preserve_thinking"] is True
+
+
+def test_names_of_tools_may_have_128_characters(quiet):
+    tool = READ | {"name": "mcp__" + "x" * 123}
+    found = quiet.post("/v1/messages", messages=HI, tools=[tool], max_tokens=1)
+    assert found.status_code == 200, found.text
+    found = quiet.post("/v1/messages", messages=HI, tools=[tool | {"name": "x" * 129}], max_tokens=1)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"].startswith("tools[0].name")
+
+
 def test_blocks_of_an_answer():
     """Arguments that are no object are wrapped, and text behind a call is a block of its own."""
     content = Content()
@@ -194,6 +390,15 @@ def test_blocks_of_an_answer():
     ]
 
 
+def document(**source) -> dict:
+    return {"type": "document", "source": source}
+
+
+def addition(definition: dict) -> dict:
+    return {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
+
+
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 USER = {"role": "user"}
 BAD = {
@@ -201,9 +406,34 @@ BAD = {
     "no messages": ({"messages": []}, "messages"),
     "an unknown field": ({"best_guess": 1}, "best_guess is not supported"),
     "an image": ({"messages": [USER | {"content": [IMAGE]}]}, "messages[0].content[0].type is 'image'"),
-    "a document": (
-        {"messages": [USER | {"content": [{"type": "document", "source": {}}]}]},
-        "messages[0].content[0].type is 'document'",
+    "a PDF": (
+        {"messages": [USER | {"content": [document(type="base64", media_type="application/pdf", data="AAAA")]}]},
+        "messages[0].content[0].source is 'base64' of application/pdf",
+    ),
+    "a document by its address": (
+        {"messages": [USER | {"content": [document(type="url", url="https://a.example")]}]},
+        "messages[0].content[0].source is 'url'",
+    ),
+    "a document that is no base64": (
+        {"messages": [USER | {"content": [document(type="base64", media_type="text/plain", data="?")]}]},
+        "messages[0].content[0].source.data must be base64",
+    ),
+    "a document of what is no text": (
+        {"messages": [USER | {"content": [document(type="content", content=[{"type": "video"}])]}]},
+        "messages[0].content[0].source.content[0].type is 'video'",
+    ),
+    "a file": ({"messages": [USER | {"content": [{"type": "container_upload", "file_id": "f"}]}]}, "container_upload"),
+    "a reference to nothing": (
+        {"messages": [USER | {"content": [{"type": "tool_reference"}]}]},
+        "messages[0].content[0].tool_name",
+    ),
+    "an addition of nothing": (
+        {"messages": [*HI, {"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "x"}}]}]},
+        "messages[1].content[0].tool must be",
+    ),
+    "an addition without a name": (
+        {"messages": [*HI, {"role": "system", "content": [addition({"description": "x"})]}]},
+        "messages[1].content[0].tool.definition.name is missing",
     ),
     "an image as a result": (
         {"messages": [USER | {"content": [{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]}]},
@@ -215,27 +445,16 @@ BAD = {
         "messages[0].content[0].type is 'tool_use'",
     ),
     "a text without one": ({"messages": [USER | {"content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    "no blocks": ({"messages": [USER | {"content": []}]}, "messages[0].content is empty"),
-    "a call without a result": (
-        {
-            "messages": [
-                *HI,
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
-            ]
-        },
-        "tool_result",
+    "an unknown tool": ({"tools": [{"type": "magic", "name": "s"}]}, "tools[0].type is 'magic'"),
+    "a tool without a name": ({"tools": [{"input_schema": {}}]}, "tools[0].name is missing"),
+    "a choice of a tool that is left out": (
+        {"tools": [READ, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+        "this server has no web_search_20250305",
     ),
-    "a budget alone": ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "thinking.budget_tokens"),
-    "no budget": ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-    "a tool of the server's": ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, "tools[0].type"),
     "a tool without a schema": ({"tools": [{"name": "s"}]}, "tools[0].input_schema"),
     "a choice without tools": ({"tool_choice": {"type": "any"}}, "tool_choice"),
     "a choice without a name": ({"tools": [READ], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    "an edit of the history": (
-        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
-        "context_management.edits[0].type",
-    ),
-    "too long": ({"max_tokens": 100_000}, "do not fit"),
+    "too long": ({"messages": [USER | {"content": "x " * 1500}]}, "prompt is too long: "),
     "half a character": ({"messages": [USER | {"content": "\ud800"}]}, "UTF-8"),
 }
 
@@ -250,6 +469,51 @@ def test_what_is_wrong_is_named_in_anthropics_shape(quiet, name):
     assert (value["type"], value["error"]["type"]) == ("error", "invalid_request_error")
     assert words in value["error"]["message"]
     assert value["request_id"]
+
+
+def test_a_prompt_that_is_too_long_says_so_in_the_words_that_agents_know(quiet, llm):
+    """Claude Code reads both numbers, and shortens the conversation."""
+    for size in (1100, 10**6):
+        found = quiet.post("/v1/messages", messages=[USER | {"content": "x " * size}], max_tokens=4).json()
+        tokens, most = re.search(
+            r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", found["error"]["message"]
+        ).groups()
+        assert int(tokens) > int(most) == 1023
+    body = {"messages": [USER | {"content": "x " * 1500}]}
+    error = quiet.post("/v1/chat/completions", **body).json()["error"]
+    assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+    assert "maximum context length is 1024 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_an_answer_ends_where_the_context_does(quiet, path):
+    """Agents send the same max_tokens to every model."""
+    found = quiet.post(path, messages=HI, max_tokens=32000, temperature=0)
+    assert found.status_code == 200, found.text
+    usage = found.json()["usage"]
+    if path == "/v1/messages":
+        total = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]
+        assert (total, found.json()["stop_reason"]) == (1024, "model_context_window_exceeded")
+    else:
+        assert (usage["total_tokens"], found.json()["choices"][0]["finish_reason"]) == (1024, "length")
+    assert "max_tokens is 32000: " in found.headers["x-dflash-note"]
+
+
+def test_ids_of_requests_are_where_the_client_looks(quiet):
+    body = {"messages": HI, "max_tokens": 1}
+    for path, more in (("/v1/messages", {}), ("/v1/messages/count_tokens", {}), ("/v1/messages", {"tools": 5})):
+        found = quiet.post(path, **body | more)
+        assert found.headers["request-id"].startswith("req_")
+        if found.status_code != 200:
+            assert found.json()["request_id"] == found.headers["request-id"]
+    assert "request-id" not in quiet.post("/v1/chat/completions", **body).headers
+    named = quiet.http.post("/v1/messages", json=body, headers={"X-Request-Id": "abc"})
+    assert named.headers["request-id"] == "req_abc"
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_the_probe_before_a_session_is_answered(quiet, method):
+    assert quiet.http.request(method, "/").status_code == 200
 
 
 def test_errors_that_the_client_knows(client, llm, quiet):

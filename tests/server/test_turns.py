@@ -126,6 +126,10 @@ WORDS = "def add(values): return sum(values)\n"
 TURN = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
 TALK = [{**TURN[i % 2], "content": "x"} for i in range(LIMITS.objects - 2 * LIMITS.tools - 9)]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "x "}] * 4000}]
+# Documents, and references to a large tool, as many as a body may have.
+DOCUMENT = {"type": "document", "title": "x", "source": {"type": "base64", "data": "eCA="}}
+REFERENCE = {"type": "tool_reference", "tool_name": "f"}
+LARGE_TOOL = {"name": "f", "description": "x" * 10**6, "input_schema": {}, "defer_loading": True}
 TOOLS = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(LIMITS.tools)]
 ITEM = {"id": "msg_0", "type": "message", "status": "completed", "role": "user"}
 
@@ -184,6 +188,12 @@ CASES = {
     "text of tokens": ("/detokenize", {"tokens": IDS[:CAPACITY]}),
     "messages": ("/v1/messages", {"messages": TALK, "max_tokens": 4096, "model": "mock"}),
     "messages, streamed": ("/v1/messages", {"messages": TALK, "max_tokens": 4096, "model": "mock", "stream": True}),
+    "documents": ("/v1/messages", {"messages": [PARTS[0] | {"content": [DOCUMENT] * 4000}], "max_tokens": 8}, None),
+    "references": (
+        "/v1/messages",
+        {"messages": [PARTS[0] | {"content": [REFERENCE] * 8000}], "tools": [LARGE_TOOL], "max_tokens": 8},
+        None,
+    ),
     "count": ("/v1/messages/count_tokens", {"messages": TALK, "model": "mock"}),
     "native": generate(128, 8, **NATIVE, token_ids_logprob=[[*range(20)]] * 128),
     "native, streamed": generate(128, 8, **NATIVE, token_ids_logprob=[[*range(20)]] * 128, stream=True),
