@@ -16,7 +16,7 @@ def _answer(name: str, doc: str, /, **fields: Any) -> Any:
     return create_model(name, __base__=Answer, __doc__=doc, **fields)
 
 
-ErrorBody = _answer("ErrorBody", "An error in OpenAI's shape.", message=str, type=str, param=str | None, code=int)
+ErrorBody = _answer("ErrorBody", "An error in OpenAI's shape.", message=str, type=str, param=str | None, code=int | str)
 Error = _answer("Error", "An answer that is an error.", error=ErrorBody)
 PromptDetails = _answer("PromptDetails", "Details of prompt tokens.", cached_tokens=int)
 CompletionDetails = _answer(
@@ -99,6 +99,21 @@ Response = _answer(
     model=str,
     output=list[dict[str, Any]],
     usage=dict[str, Any],
+)
+CompactedResponse = _answer(
+    "CompactedResponse",
+    "A conversation as its messages and a summary.",
+    id=str,
+    object=Literal["response.compaction"],
+    created_at=int,
+    output=list[dict[str, Any]],
+    usage=dict[str, Any],
+)
+ResponseInputTokens = _answer(
+    "ResponseInputTokens",
+    "The count of a prompt's tokens, in OpenAI's shape.",
+    object=Literal["response.input_tokens"],
+    input_tokens=int,
 )
 DeletedResponse = _answer(
     "DeletedResponse",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("dflash_jax.server")
 
 RETRY_S = 1
+# Codex reads the time to wait from the message.
+AGAIN = f": try again in {RETRY_S}s"
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = KINDS | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
@@ -38,14 +40,18 @@ class ApiError(HTTPException):
     Attributes:
         message: What is wrong, and what would be right.
         param: The field that the error is about.
+        code: OpenAI's name of it where clients read one, such as Codex; else the status.
         headers: Further headers of the answer.
     """
 
     headers: Mapping[str, str] | None
 
     def __init__(self, status: int, message: str, param: str | None = None):
+        if status in (429, 503) and not message.endswith(AGAIN):
+            message += AGAIN
         super().__init__(status, message)
         self.message, self.param = message, param
+        self.code: int | str = "rate_limit_exceeded" if status == 429 else status
         if status in (429, 503):
             self.headers = {"Retry-After": str(RETRY_S)}
         elif status == 401:
@@ -56,7 +62,7 @@ class ApiError(HTTPException):
         """The body in OpenAI's shape."""
         status = self.status_code
         kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": status}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def body_for(self, path: str) -> dict:
         """The body in the shape of the interface that ``path`` belongs to."""
@@ -73,6 +79,7 @@ class TooLongError(ApiError):
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(400, message, param)
+        self.code = "context_length_exceeded"
 
 
 def dumped(value: object) -> bytes:
@@ -110,7 +117,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, InputError):
         return ApiError(400, str(error))
     if isinstance(error, QueueFullError):
-        return ApiError(429, f"{error}; try again later")
+        return ApiError(429, str(error))
     if isinstance(error, UnavailableError):
         return ApiError(503, f"no requests are taken: {error}")
     if isinstance(error, EngineError):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.responses_input import InputItem, ResponsesTool, Tools, as_function_item, as_messages
+from dflash_jax.server.responses_input import InputItem, ResponsesTool, Tools, as_chat_item, as_messages
 from tests.server.conftest import OFF
 
 TOOLS = [
@@ -73,7 +73,7 @@ def test_a_request_of_codex_is_answered(quiet):
 
 
 def test_items_are_messages_of_a_chat():
-    messages = as_messages(None, [as_function_item(InputItem(**item)) for item in INPUT])
+    messages = as_messages(None, [as_chat_item(InputItem(**item)) for item in INPUT])
     roles = [message["role"] for message in messages]
     assert roles == ["developer"] * 2 + ["user"] * 2 + ["assistant", "tool"] * 4 + ["developer", "user"]
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
