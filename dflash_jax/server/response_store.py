@@ -38,7 +38,7 @@ STEP_ENTRIES = 16
 # Identifies a file of stored responses, and the version of its tables.
 APPLICATION, VERSION = 0x44464C52, 3
 # How a sealed text begins, and most characters of one.
-SEAL, MOST_SEALED = "dflash1.", 2**22
+SEAL, MOST_SEALED = "dflash1.", 2**21
 # Ids are bytes: SQLite's text has no unpaired surrogates. The row of the empty client has the sums of all clients.
 TABLES = f"""
 PRAGMA application_id = {APPLICATION};
