@@ -22,7 +22,6 @@ from dflash_jax.server.errors import (
     JsonResponse,
     TooLongError,
     as_api_error,
-    dumped,
     from_conversion_error,
 )
 from dflash_jax.server.request_context import current, fresh_id
@@ -40,9 +39,12 @@ from dflash_jax.server.responses_input import (
     as_chat_item,
     as_messages,
     as_summary_request,
+    asks_for_summary,
     kept_items,
+    most_tokens,
     places_after,
     takes_media,
+    with_trigger,
 )
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import (
@@ -73,21 +75,32 @@ async def responses(http: Request, body: ResponsesRequest):
     context.answer_id = body.request_id or name
     is_stored = body.store is not False and store.size > 0
     value = envelope(body, serving.name, context.answer_id, context.created, is_stored)
+    most = None if asks_for_summary(body) else most_tokens(body, serving.capacity)
     try:
-        prompt = await in_turn(http, body, prepare_response)
+        try:
+            prompt = await in_turn(http, body, prepare_response)
+            comes_late = most is not None and len(prompt.talk.prompt) > most
+        except TooLongError:
+            if most is None:
+                raise
+            comes_late = True
+        if comes_late:
+            # The summary's length is its own.
+            summed_up = with_trigger(body.model_copy(update={"max_output_tokens": None}))
+            prompt = await in_turn(http, summed_up, prepare_response)
     except TooLongError as e:
         if not body.stream:
             raise
         # Codex compacts its conversation after this event, and ends after a status.
         return await EventStream(event_frames(failed_events(value, e), are_numbered=True), last=b"").start()
-    output = output_of(http, body, prompt.tools)
 
-    async def store_response(response: dict) -> None:
+    async def store_response(response: dict, prompt: Prepared, output: "OutputItems") -> None:
         if is_stored:
             entry = stored_response(response, prompt.conversation, output.item_key)
             response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
-    events = response_events(serving, prompt, value, store_response, bool(body.stream), output)
+    stages = after_summary(http, body, prompt) if comes_late else at_once(http, body, prompt)
+    events = response_events(serving, stages, value, store_response, bool(body.stream))
     if body.stream:
         answer = EventStream(event_frames(events, are_numbered=True), last=b"").start()
     else:
@@ -101,34 +114,35 @@ async def compact(http: Request, body: ResponsesRequest):
     """A conversation as its messages of the system and the user, and a summary of the rest."""
     if body.stream:
         raise ApiError(400, "stream is not possible: the answer is one object", "stream")
-    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    body = body.model_copy(update={"input": [*items, InputItem(type=TRIGGER)]})
-    context = current()
+    body, context = with_trigger(body), current()
     name = context.choose_id("resp_")
     context.answer_id = body.request_id or name
-    prompt = await in_turn(http, body, prepare_response)
-    output = output_of(http, body, prompt.tools)
-    return Later(http, compacted(http, prompt, output), keeps_parsed=True)
+    return Later(http, compacted(http, body, await in_turn(http, body, prepare_response)), keeps_parsed=True)
 
 
-async def compacted(http: Request, prompt: "Prepared", output: "Summary") -> JsonAnswer:
+async def compacted(http: Request, body: ResponsesRequest, prompt: "Prepared") -> JsonAnswer:
     """Waits for the summary, then answers."""
     serving, context = http.app.state.serving, current()
 
-    async def store_response(_: dict) -> None:
+    async def store_response(*_) -> None:
         """Nothing is stored: the answer is the next conversation."""
 
-    events = response_events(serving, prompt, {}, store_response, False, output)
-    async for event in events:
+    async for event in response_events(serving, at_once(http, body, prompt), {}, store_response, False):
         last = event
+    output, usage = last["response"]["output"], last["response"]["usage"]
+    head = {"id": context.answer_id, "object": "response.compaction", "created_at": context.created}
+    kept = await messages_of(serving, prompt.conversation)
+    return JsonAnswer({**head, "output": iter([*kept, *output]), "usage": usage})
+
+
+async def messages_of(serving: Serving, conversation: bytes) -> list[bytes]:
+    """The messages of the system and the user among the items of a conversation, all as JSON."""
     kept = []
-    async for line in serving.in_steps(prompt.conversation.split(b"\n") if prompt.conversation else ()):
+    async for line in serving.in_steps(conversation.split(b"\n") if conversation else ()):
         async with serving.long_step(len(line)):
             if loaded(line).get("role") in ("user", *OF_SYSTEM):
                 kept.append(line)
-    head = {"id": context.answer_id, "object": "response.compaction", "created_at": context.created}
-    usage = last["response"]["usage"]
-    return JsonAnswer({**head, "output": iter([*kept, *map(dumped, output.items)]), "usage": usage})
+    return kept
 
 
 @router.post("/v1/responses/input_tokens", responses={200: {"model": ResponseInputTokens}}, response_model=None)
@@ -145,10 +159,14 @@ async def input_tokens(http: Request, body: ResponsesRequest):
 
 
 async def in_turn(
-    http: Request, body: ResponsesRequest, work: Callable[[Request, ResponsesRequest, list[bytes]], Awaitable[T]]
+    http: Request,
+    body: ResponsesRequest,
+    work: Callable[[Request, ResponsesRequest, list[bytes]], Awaitable[T]],
+    earlier: list[bytes] | None = None,
 ) -> T:
     """What ``work`` makes of a request and the items before it, long conversations by turns."""
-    earlier = await earlier_items(http, body.previous_response_id)
+    if earlier is None:
+        earlier = await earlier_items(http, body.previous_response_id)
     if len(earlier) <= STEP_ITEMS:
         return await work(http, body, earlier)
     with await http.app.state.serving.long_conversations.take(len(earlier)):
@@ -181,6 +199,29 @@ async def prepare_response(http: Request, body: ResponsesRequest, earlier: list[
     chat, stored, tools = await read_conversation(http, body, earlier)
     talk, sequences = await prepare_chat(http.app.state.serving, chat)
     return Prepared(talk, sequences[0], stored, tools)
+
+
+# What runs for one answer, one after the other: a prompt, and what takes its text.
+Stages = AsyncGenerator[tuple[Prepared, "OutputItems"], None]
+
+
+async def at_once(http: Request, body: ResponsesRequest, prompt: Prepared) -> Stages:
+    """The one stage of a request."""
+    yield prompt, output_of(http, body, prompt.tools)
+
+
+async def after_summary(http: Request, body: ResponsesRequest, prompt: Prepared) -> Stages:
+    """The summary of a conversation, whose prompt this is, and the answer after it."""
+    serving: Serving = http.app.state.serving
+    summary = output_of(http, with_trigger(body), prompt.tools)
+    yield prompt, summary
+    kept = await messages_of(serving, prompt.conversation)
+    (item,) = summary.items
+    shorter = body.model_copy(update={"input": [InputItem(**item)]})
+    prompt = await in_turn(http, shorter, prepare_response, kept)
+    output = output_of(http, body, prompt.tools)
+    output.items, output.item_key = summary.items, summary.item_key
+    yield prompt, output
 
 
 async def read_conversation(
@@ -279,33 +320,34 @@ async def failed_events(value: dict, error: ApiError, has_begun: bool = False) -
 
 async def response_events(
     serving: Serving,
-    prompt: Prepared,
+    stages: Stages,
     value: dict,
-    store_response: Callable[[dict], Awaitable[None]],
+    store_response: Callable[[dict, Prepared, "OutputItems"], Awaitable[None]],
     is_streamed: bool,
-    output: "Output | Summary",
 ) -> AsyncGenerator[dict, None]:
     """Yields the events of a response. Where these are streamed, an error after their beginning is the last event.
 
     It is stored before the last event, so that a client that reads that event can continue it.
     """
-    parser, sequence, has_begun = prompt.talk.parser(), prompt.sequence, False
+    response, has_begun = value, False
     try:
-        async for piece in serving.pieces(sequence):
-            if not has_begun:
-                has_begun = True
-                yield {"type": "response.created", "response": value}
-                yield {"type": "response.in_progress", "response": value}
-            for event in output.take(parser.push(piece), piece.logprobs):
-                yield event
-            if piece.finish_reason:
-                for event in output.take(parser.finish(sequence)):
+        async for prompt, output in stages:
+            parser, sequence = prompt.talk.parser(), prompt.sequence
+            async for piece in serving.pieces(sequence):
+                if not has_begun:
+                    has_begun = True
+                    yield {"type": "response.created", "response": value}
+                    yield {"type": "response.in_progress", "response": value}
+                for event in output.take(parser.push(piece), piece.logprobs):
                     yield event
-        response = final_value(value, output, sequence, parser.reasoning_tokens)
-        response |= request_metrics(serving, [sequence])
-        for event in output.close(response["status"]):
-            yield event
-        await store_response(response)
+                if piece.finish_reason:
+                    for event in output.take(parser.finish(sequence)):
+                        yield event
+            response = final_value(value, output, sequence, parser.reasoning_tokens)
+            response |= request_metrics(serving, [sequence])
+            for event in output.close(response["status"]):
+                yield event
+        await store_response(response, prompt, output)
     except Exception as e:
         # Before the engine has the request, an error has a status.
         if not (is_streamed and current().submitted.is_set()):
@@ -320,7 +362,7 @@ def output_of(http: Request, body: ResponsesRequest, tools: Tools) -> "Output | 
     """The output of a request, before it begins."""
     serving = http.app.state.serving
     seal = partial(serving.response_store.seal, http.state.owner)
-    if body.input and not isinstance(body.input, str) and body.input[-1].type == TRIGGER:
+    if asks_for_summary(body):
         return Summary(seal)
     is_sealed = "reasoning.encrypted_content" in (body.include or ())
     return Output(serving.llm.tokenizer, tools, seal if is_sealed else None)

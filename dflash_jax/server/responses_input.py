@@ -78,6 +78,13 @@ class Reasoning(Strict):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class ContextEdit(Strict):
+    """A summary in place of the conversation where its prompt has more tokens than a number."""
+
+    type: Literal["compaction"]
+    compact_threshold: int | None = Field(None, ge=1)
+
+
 class InputItem(Open):
     """A message, a call, its output, or a thought; `as_messages` refuses unknown types by name."""
 
@@ -118,6 +125,7 @@ class ResponsesRequest(schema.SharedFields):
     user: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     include: Items[str] | None = None
+    context_management: Items[ContextEdit] | None = None
     chat_template_kwargs: Json | None = None
 
 
@@ -152,7 +160,7 @@ Write that summary now. State:
 Give facts only. Call no tool, and answer with nothing but the summary."""
 SUMMARY = "The conversation before this message is replaced by this summary of it:\n\n"
 # New tokens of a summary, at most this number and this part of a slot, where the request has no limit.
-SUMMARY_TOKENS, SUMMARY_PART = 4096, 4
+SUMMARY_TOKENS, SUMMARY_PART = 4096, 16
 
 
 @dataclass
@@ -364,6 +372,23 @@ def _joined_thoughts(messages: list[dict]) -> list[dict]:
         else:
             joined.append(message)
     return joined
+
+
+def most_tokens(body: ResponsesRequest, capacity: int) -> int | None:
+    """The tokens of a prompt beyond which a summary comes first, three quarters of a slot where none are named."""
+    given = [edit.compact_threshold or capacity * 3 // 4 for edit in body.context_management or ()]
+    return min(given, default=None)
+
+
+def with_trigger(body: ResponsesRequest) -> ResponsesRequest:
+    """The request for a summary of a request's conversation."""
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return body.model_copy(update={"input": [*items, InputItem(type=TRIGGER)]})
+
+
+def asks_for_summary(body: ResponsesRequest) -> bool:
+    """Whether a request's input ends with a `TRIGGER`."""
+    return bool(body.input) and not isinstance(body.input, str) and body.input[-1].type == TRIGGER
 
 
 def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[int]) -> ResponsesRequest:

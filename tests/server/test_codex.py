@@ -311,6 +311,42 @@ def test_a_conversation_that_does_not_fit_is_summed_up_without_its_beginning(qui
     assert quiet.post("/v1/responses", input=turns).status_code == 400
 
 
+def test_a_conversation_beyond_a_threshold_is_summed_up_before_the_answer(quiet):
+    edit = {"type": "compaction", "compact_threshold": 20}
+    asked = BODY | {"context_management": [edit], "input": [*HI, *INPUT[4:7]], "store": True, "tools": TOOLS[:3]}
+    asked |= {"max_output_tokens": 30}
+    found = events(quiet, **asked)
+    kinds = [event["type"] for event in found]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert [event["sequence_number"] for event in found] == [*range(len(found))]
+    items = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    last = found[-1]["response"]
+    assert items == last["output"]
+    assert is_summary(items[0])
+    assert [item["type"] for item in items[1:]] == ["message"]
+    assert len({item["id"][-32:-8] for item in items}) == 1
+    # The answer is of what the summary and the user say, in this turn and in a later one.
+    summary = {"role": "user", "content": unsealed(quiet, items[0])}
+    assert last["usage"]["input_tokens"] == tokens(quiet, [*HI, summary])
+    late = HI[0]
+    whole = tokens(quiet, [*asked["input"], *items, late])
+    assert whole == tokens(quiet, [*HI, summary, items[1], late])
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    assert tokens(quiet, [*HI, *named, late]) == whole
+    body = TALK | {"input": [late], "previous_response_id": last["id"]}
+    assert quiet.post("/v1/responses/input_tokens", **body).json()["input_tokens"] == whole
+    # Not streamed, it is the same, and so it is where the whole does not fit; below the threshold there is none.
+    assert is_summary(quiet.post("/v1/responses", **asked | {"stream": False}).json()["output"][0])
+    long = [{"role": role, "content": "word " * 20} for role in ("user", "assistant")] * 40
+    beyond = asked | {"context_management": [{"type": "compaction"}], "input": [*long, *HI], "stream": False}
+    assert is_summary(quiet.post("/v1/responses", **beyond).json()["output"][0])
+    below = asked | {"context_management": [edit | {"compact_threshold": 1000}], "input": HI}
+    assert [item["type"] for item in quiet.post("/v1/responses", **below).json()["output"]] == ["message"]
+    for wrong in ({"type": "clear"}, {"type": "compaction", "compact_threshold": 0}):
+        found = quiet.post("/v1/responses", **asked | {"context_management": [wrong]})
+        assert (found.status_code, found.json()["error"]["param"][:18]) == (400, "context_management")
+
+
 # What counts a prompt.
 
 
