@@ -27,6 +27,7 @@ from dflash_jax.server.errors import (
 from dflash_jax.server.request_context import current, fresh_id
 from dflash_jax.server.responses_input import (
     COMPACTIONS,
+    FOUND_TOOLS,
     INPUT,
     LEFT_OUT,
     OF_SYSTEM,
@@ -202,7 +203,7 @@ async def prepare_response(http: Request, body: ResponsesRequest, earlier: list[
 
 
 # What runs for one answer, one after the other: a prompt, and what takes its text.
-Stages = AsyncGenerator[tuple[Prepared, "OutputItems"], None]
+Stages = AsyncGenerator[tuple[Prepared, "Output | Summary"], None]
 
 
 async def at_once(http: Request, body: ResponsesRequest, prompt: Prepared) -> Stages:
@@ -242,13 +243,13 @@ async def read_conversation(
             raise ApiError(400, f"input[{i}] is a {TRIGGER}: it must be the last item", f"input[{i}]")
     unseal = partial(serving.response_store.unseal, http.state.owner)
     items: list[InputItem] = []
-    # As they were sent, by their places.
-    summaries: dict[int, InputItem] = {}
+    # Items that are stored as they were sent, by their places.
+    originals: dict[int, InputItem] = {}
 
     def take(item: InputItem) -> None:
         items.append(as_chat_item(item, unseal))
-        if item.type in COMPACTIONS and items[-1].type == "message":
-            summaries[len(items) - 1] = item
+        if item.type == FOUND_TOOLS or (item.type in COMPACTIONS and items[-1].type == "message"):
+            originals[len(items) - 1] = item
 
     async for line in serving.in_steps(earlier):
         async with serving.long_step(len(line)):
@@ -258,7 +259,7 @@ async def read_conversation(
     count, tools = len(earlier), Tools.of(body.tools or ())
     if tools.left_out:
         current().note(f"tools: {', '.join(sorted(set(tools.left_out)))} left out, since this server has none of them")
-    places: Sequence[int] = places_after(items, summaries)
+    places: Sequence[int] = places_after(items, [i for i, item in originals.items() if item.type in COMPACTIONS])
     is_truncated = body.truncation == "auto"
     if items and items[-1].type == TRIGGER:
         start = serving.llm.tokenizer.encode_plain(START) if serving.llm.tokenizer is not None else ()
@@ -272,7 +273,8 @@ async def read_conversation(
         return as_chat(body, tools, [items[i] for i in places], sum(i < count for i in places))
 
     try:
-        added = ((f"input[{i - count}].tools[{j}]", t) for i in places for j, t in enumerate(added_tools(items[i])))
+        bringing = ((i, added_tools(originals.get(i, items[i]))) for i in places)
+        added = ((f"input[{i - count}].tools[{j}]", tool) for i, some in bringing for j, tool in enumerate(some))
         async for where, tool in serving.in_steps(added):
             tools.add(tool, where)
         if is_truncated or len(places) < len(items):
@@ -294,7 +296,7 @@ async def read_conversation(
         raise from_conversion_error(e) from None
     lines = [earlier[i] for i in places if i < count]
     without = (*LEFT_OUT, TRIGGER)
-    given = [summaries.get(i, items[i]) for i in places if i >= count and items[i].type not in without]
+    given = [originals.get(i, items[i]) for i in places if i >= count and items[i].type not in without]
     return chat, await stored_items(serving, lines, given), tools
 
 

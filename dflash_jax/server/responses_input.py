@@ -4,7 +4,7 @@ With ``truncation: "auto"`` a conversation that is too long continues without it
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -144,11 +144,11 @@ LEFT_OUT = (
     *("web_search_call", "image_generation_call", "code_interpreter_call", "file_search_call", "mcp_list_tools"),
     *(*COMPACTIONS, "item_reference"),
 )
-# An item that only adds tools, and the last item of an input that asks for a summary.
-ADDED_TOOLS, TRIGGER = "additional_tools", "compaction_trigger"
+# A result that adds tools, an item that only does so, and the last item of an input that asks for a summary.
+FOUND_TOOLS, ADDED_TOOLS, TRIGGER = "tool_search_output", "additional_tools", "compaction_trigger"
 # Calls and results that are read as those of functions, and the key of a call's arguments.
 CALLS = {"custom_tool_call": INPUT, "local_shell_call": "action", "tool_search_call": "arguments"}
-RESULTS = {"custom_tool_call_output": "output", "local_shell_call_output": "output", "tool_search_output": "tools"}
+RESULTS = {"custom_tool_call_output": "output", "local_shell_call_output": "output", FOUND_TOOLS: "tools"}
 
 # What asks the model for a summary, and what a later turn begins with.
 TASK = """The conversation up to here is about to be replaced by a summary, with which alone you will go on. \
@@ -259,7 +259,7 @@ def as_chat_item(item: InputItem, unseal: Callable[[str, Any], str | None] = lam
         return InputItem(**more | {"type": CALL, "name": name, "arguments": arguments})
     if kind in RESULTS:
         value = more.get(RESULTS[kind])
-        is_text = isinstance(value, str | list) and kind != "tool_search_output"
+        is_text = isinstance(value, str | list) and kind != FOUND_TOOLS
         return InputItem(**more | {"type": OUTPUT, "output": value if is_text else json.dumps(value)})
     if kind == CALL and isinstance(more.get("namespace"), str) and isinstance(more.get("name"), str):
         return InputItem(**more | {"type": CALL, "name": f"{more['namespace']}{JOINT}{more['name']}"})
@@ -276,7 +276,7 @@ def as_chat_item(item: InputItem, unseal: Callable[[str, Any], str | None] = lam
 def added_tools(item: InputItem) -> list:
     """The tools that an item of a conversation adds to those of the request."""
     tools = (item.model_extra or {}).get("tools")
-    return tools if item.type in (OUTPUT, ADDED_TOOLS) and isinstance(tools, list) else []
+    return tools if item.type in (FOUND_TOOLS, ADDED_TOOLS) and isinstance(tools, list) else []
 
 
 def as_messages(instructions: str | None, items: Sequence[InputItem], earlier: int = 0) -> list[dict]:
@@ -413,8 +413,8 @@ def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[i
     return body.model_copy(update=fields)
 
 
-def places_after(items: Sequence[InputItem], summaries: Mapping[int, InputItem]) -> list[int]:
-    """The places of the items that count where ``summaries`` has some: the last one, what follows, and messages before.
+def places_after(items: Sequence[InputItem], summaries: Collection[int]) -> list[int]:
+    """The places of the items that count: of ``summaries`` the last one, what follows, and messages before.
 
     Of the messages, those of the system and the user, as they are in OpenAI's compacted conversations.
     """

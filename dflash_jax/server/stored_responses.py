@@ -14,7 +14,7 @@ from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, dumped
 from dflash_jax.server.request_context import fresh_id
 from dflash_jax.server.response_store import StoredResponse
-from dflash_jax.server.responses_input import ADDED_TOOLS, COMPACTIONS, InputItem
+from dflash_jax.server.responses_input import ADDED_TOOLS, COMPACTIONS, FOUND_TOOLS, InputItem
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import JsonAnswer
 
@@ -22,7 +22,7 @@ router = APIRouter()
 # The id of a stored item, which is its first key.
 _ID = re.compile(rb'\{"id":("(?:[^"\\]++|\\.)*+")')
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", ADDED_TOOLS: "at"}
-IDS |= dict.fromkeys(COMPACTIONS, "cmp")
+IDS |= {FOUND_TOOLS: "tso", **dict.fromkeys(COMPACTIONS, "cmp")}
 # The id of an item of an answer: its kind, the key of the answer's items, and its number.
 _OF_ANSWER = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{8}")
 

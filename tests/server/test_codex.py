@@ -386,6 +386,13 @@ def test_tools_of_the_conversation_can_be_called(client, quiet, kind):
     output = {"type": "function_call_output", "call_id": done.call_id, "output": "ok"}
     later = client.responses.create(**options, input=[output], previous_response_id=found.id, tool_choice=choice)
     assert later.output[0].name == "search"
+    kinds = [i.type for i in client.responses.input_items.list(later.id, order="asc")]
+    assert kinds[1:] == [
+        *(["function_call"] * (len(items) - 2)),
+        items[-1]["type"],
+        "function_call",
+        "function_call_output",
+    ]
     # Not once the conversation is gone.
     wrong = quiet.post("/v1/responses", input=HI, tools=TOOLS[:1], tool_choice=choice)
     assert wrong.status_code == 400
