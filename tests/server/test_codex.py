@@ -328,6 +328,8 @@ def test_a_conversation_beyond_a_threshold_is_summed_up_before_the_answer(quiet)
     # The answer is of what the summary and the user say, in this turn and in a later one.
     summary = {"role": "user", "content": unsealed(quiet, items[0])}
     assert last["usage"]["input_tokens"] == tokens(quiet, [*HI, summary])
+    # The limit of the answer is not the summary's.
+    assert len(quiet.serving.llm.tokenizer.encode_plain(summary["content"].removeprefix(SUMMARY))) > 40
     late = HI[0]
     whole = tokens(quiet, [*asked["input"], *items, late])
     assert whole == tokens(quiet, [*HI, summary, items[1], late])
