@@ -252,6 +252,9 @@ def as_chat_item(item: InputItem, unseal: Callable[[str, Any], str | None] = lam
         unseal: The text of a kind ("reasoning" or "compaction") that this server has sealed for this client, or None.
     """
     kind, more = item.type, item.model_extra or {}
+    if kind in (*CALLS, *RESULTS) and more.get("call_id") is None and not kind.startswith("custom"):
+        # A search that another server has run, with one result after it.
+        more = more | {"call_id": kind.partition("_call")[0].removesuffix("_output")}
     if kind in CALLS:
         value = more.get(CALLS[kind])
         arguments = json.dumps({INPUT: value} if kind == "custom_tool_call" else value)
@@ -382,6 +385,8 @@ def most_tokens(body: ResponsesRequest, capacity: int) -> int | None:
 
 def with_trigger(body: ResponsesRequest) -> ResponsesRequest:
     """The request for a summary of a request's conversation."""
+    if asks_for_summary(body):
+        return body
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     return body.model_copy(update={"input": [*items, InputItem(type=TRIGGER)]})
 
@@ -440,11 +445,14 @@ def as_chat(
     elif isinstance(choice, ResponsesAllowedTools):
         allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    messages = as_messages(body.instructions, items, earlier)
+    if not messages:
+        raise ApiError(400, "input has nothing that the model reads: no message, call or output", "input")
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
     return chat_schema.ChatRequest.model_validate(
         {
             **{name: getattr(body, name) for name in AS_IN_CHAT},
-            "messages": [chat_schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
+            "messages": [chat_schema.Message(**m) for m in messages],
             "max_completion_tokens": body.max_output_tokens,
             "logprobs": wants_logprobs or None,
             "top_logprobs": body.top_logprobs if wants_logprobs else None,

@@ -94,6 +94,23 @@ def test_items_are_messages_of_a_chat():
     assert not any("gAAAA" in str(message) for message in messages)
 
 
+def test_searches_without_ids_are_calls_with_their_results():
+    """As OpenAI's servers run them."""
+    call = {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"query": "x"}}
+    found = {"type": "tool_search_output", "execution": "server", "status": "completed", "tools": TOOLS[:1]}
+    called, result = as_messages(None, [as_chat_item(InputItem(**item)) for item in (call, found)])
+    assert called["tool_calls"][0]["id"] == result["tool_call_id"] == "tool_search"
+    assert json.loads(result["content"]) == TOOLS[:1]
+
+
+@pytest.mark.parametrize("item", [{"type": "compaction", "encrypted_content": "gAAAA"}, {"type": "web_search_call"}])
+def test_an_input_that_says_nothing_is_refused_by_name(quiet, item):
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        found = quiet.post(path, input=[item])
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "input")
+        assert "nothing that the model reads" in found.json()["error"]["message"]
+
+
 def test_tools_are_functions_by_flat_names():
     tools = Tools.of([ResponsesTool(**tool) for tool in TOOLS])
     names = [tool["function"]["name"] for tool in tools.functions]
@@ -297,6 +314,8 @@ def test_compact_answers_with_messages_and_a_summary(client, quiet):
     assert [item.type for item in found.output] == ["message", "compaction"]
     with pytest.raises(openai.NotFoundError):
         client.with_options(api_key="other").responses.compact(model=NAME, previous_response_id=first.id)
+    body = TALK | {"input": [*HI, {"type": "compaction_trigger"}], "max_output_tokens": 4}
+    assert is_summary(quiet.post("/v1/responses/compact", **body).json()["output"][-1])
     wrong = quiet.post("/v1/responses/compact", input=HI, stream=True)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "stream")
 

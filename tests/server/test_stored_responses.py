@@ -232,7 +232,7 @@ def test_answers_that_are_referenced_count_as_the_body_that_names_them(client, q
     named = [name for answer in answers for name in references(answer)]
     monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, body_bytes=450))
     assert client.responses.create(**SHORT, input=named[:1], store=False).output
-    with pytest.raises(openai.BadRequestError, match="answers that input names .* at most 450 are") as error:
+    with pytest.raises(openai.BadRequestError, match=r"answers that input names .* at most 450 are") as error:
         client.responses.create(**SHORT, input=named, store=False)
     assert error.value.param == "input"
 
