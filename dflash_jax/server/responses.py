@@ -406,18 +406,25 @@ class Summary(OutputItems):
     def __init__(self, seal: Callable[[str, str], str]):
         super().__init__()
         self._seal = seal
+        self._thoughts: list[str] = []
 
     def take(self, delta: Delta, logprobs: list[dict] | None = None) -> list[dict]:
-        """Adds a piece, and returns its events. Thoughts are left out, and the summary may be empty."""
+        """Adds a piece, and returns its events."""
         events = [] if self.items else self._begun("content", None)
-        if delta.content:
-            self._texts.append(delta.content)
-            events += self._grown("content", delta.content)
-        return events
+        self._texts.append(delta.content)
+        self._thoughts.append(delta.reasoning)
+        return events + self._grown("content", delta.content)
 
     def close(self, status: str = "completed") -> list[dict]:
-        """Ends the summary, and returns its event."""
-        return self._ended("content", "".join(self._texts), status)
+        """Ends the summary, and returns its event. One that never left its thought is that thought.
+
+        Raises:
+            ApiError: 500, it is empty: the conversation would be lost.
+        """
+        text = "".join(self._texts).strip() or "".join(self._thoughts).strip()
+        if not text:
+            raise ApiError(500, "the model has written no summary, so that the conversation stays as it is")
+        return self._ended("content", text, status)
 
     def _begun(self, kind: str, call: CallDelta | None) -> list[dict]:
         item = {"id": self._next_id("cmp"), "type": COMPACTIONS[0], "encrypted_content": ""}
@@ -428,7 +435,7 @@ class Summary(OutputItems):
         return [self._event("response.compaction.compacting")]
 
     def _ended(self, kind: str, text: str, status: str) -> list[dict]:
-        self.items[-1]["encrypted_content"] = self._seal(COMPACTIONS[0], text.strip())
+        self.items[-1]["encrypted_content"] = self._seal(COMPACTIONS[0], text)
         return [self._item_event("done", self.items[-1])]
 
 

@@ -245,7 +245,7 @@ def test_a_trigger_asks_for_a_summary_alone(quiet, options):
 def unsealed(server, item: dict) -> str:
     owner = hashlib.sha256(b"").digest()
     text = server.serving.response_store.unseal(owner, "compaction", item["encrypted_content"])
-    assert text
+    assert text is not None
     return SUMMARY + text
 
 
@@ -258,12 +258,23 @@ def test_a_trigger_is_the_last_item(quiet):
     assert is_summary(*found.json()["output"])
 
 
-def test_a_summary_that_says_nothing_is_one(quiet):
+def test_a_summary_that_says_nothing_is_none(quiet):
+    """The conversation is not lost."""
     end = quiet.serving.llm.defaults.stop_ids
-    bias = {str(token): 100 for token in end}
-    found = quiet.post("/v1/responses", **BODY | {"input": [*HI, {"type": "compaction_trigger"}], "logit_bias": bias})
-    assert is_summary(*found.json()["output"])
-    assert found.json()["status"] == "completed"
+    asked = {"input": [*HI, {"type": "compaction_trigger"}], "logit_bias": {str(token): 100 for token in end}}
+    found = quiet.post("/v1/responses", **BODY | asked)
+    assert found.status_code == 500
+    assert "no summary" in found.json()["error"]["message"]
+    assert quiet.post("/v1/responses/compact", **TALK | asked).status_code == 500
+    *_, last = events(quiet, **asked)
+    assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
+
+
+def test_a_summary_that_never_leaves_its_thought_is_that_thought(quiet):
+    options = {"chat_template_kwargs": {"enable_thinking": True}, "max_output_tokens": 16}
+    found = quiet.post("/v1/responses", **BODY | options | {"input": [*HI, {"type": "compaction_trigger"}]})
+    assert found.json()["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    assert unsealed(quiet, found.json()["output"][0]) != SUMMARY
 
 
 def test_a_summary_calls_nothing(quiet):
