@@ -100,7 +100,11 @@ async def responses(http: Request, body: ResponsesRequest):
             entry = stored_response(response, prompt.conversation, output.item_key)
             response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
-    stages = after_summary(http, body, prompt) if comes_late else at_once(http, body, prompt)
+    if comes_late:
+        # Not its items, which the prompt has.
+        stages = after_summary(http, body.model_copy(update={"input": []}), prompt)
+    else:
+        stages = at_once(prompt, output_of(http, body, prompt.tools))
     events = response_events(serving, stages, value, store_response, bool(body.stream))
     if body.stream:
         answer = EventStream(event_frames(events, are_numbered=True), last=b"").start()
@@ -118,22 +122,23 @@ async def compact(http: Request, body: ResponsesRequest):
     body, context = with_trigger(body), current()
     name = context.choose_id("resp_")
     context.answer_id = body.request_id or name
-    return Later(http, compacted(http, body, await in_turn(http, body, prepare_response)), keeps_parsed=True)
+    prompt = await in_turn(http, body, prepare_response)
+    return Later(http, compacted(http, prompt, output_of(http, body, prompt.tools)), keeps_parsed=True)
 
 
-async def compacted(http: Request, body: ResponsesRequest, prompt: "Prepared") -> JsonAnswer:
+async def compacted(http: Request, prompt: "Prepared", output: "Output | Summary") -> JsonAnswer:
     """Waits for the summary, then answers."""
     serving, context = http.app.state.serving, current()
 
     async def store_response(*_) -> None:
         """Nothing is stored: the answer is the next conversation."""
 
-    async for event in response_events(serving, at_once(http, body, prompt), {}, store_response, False):
+    async for event in response_events(serving, at_once(prompt, output), {}, store_response, False):
         last = event
-    output, usage = last["response"]["output"], last["response"]["usage"]
+    usage = last["response"]["usage"]
     head = {"id": context.answer_id, "object": "response.compaction", "created_at": context.created}
     kept = await messages_of(serving, prompt.conversation)
-    return JsonAnswer({**head, "output": iter([*kept, *output]), "usage": usage})
+    return JsonAnswer({**head, "output": iter([*kept, *output.items]), "usage": usage})
 
 
 async def messages_of(serving: Serving, conversation: bytes) -> list[bytes]:
@@ -206,9 +211,9 @@ async def prepare_response(http: Request, body: ResponsesRequest, earlier: list[
 Stages = AsyncGenerator[tuple[Prepared, "Output | Summary"], None]
 
 
-async def at_once(http: Request, body: ResponsesRequest, prompt: Prepared) -> Stages:
+async def at_once(prompt: Prepared, output: "Output | Summary") -> Stages:
     """The one stage of a request."""
-    yield prompt, output_of(http, body, prompt.tools)
+    yield prompt, output
 
 
 async def after_summary(http: Request, body: ResponsesRequest, prompt: Prepared) -> Stages:
