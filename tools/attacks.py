@@ -19,6 +19,9 @@ with contextlib.suppress(ModuleNotFoundError):
 # The keys of the attacker and of the other client.
 KEYS = "attacker-key", "other-key"
 HEADERS, OTHER = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+ROLES = "user", "assistant"
+# As if the server had sealed it.
+SEALED = {"type": "compaction", "encrypted_content": "dflash1." + "A" * 2_000_000}
 # Seconds that an attack lasts at most.
 ATTACK_S = 60.0
 
@@ -283,6 +286,12 @@ def attacks(target: Target) -> dict[str, Callable]:
             "/v1/chat/completions", [_chat(metadata={"x": [0] * 240_000})] * 16
         ),
         "8,000 stored items, 32 at a time": lambda: _continued_responses(target),
+        "7,000 items summed up, 8 at a time": lambda: posts(
+            "/v1/responses/compact", [{"input": [{"role": role, "content": "x"} for role in ROLES * 3500]}] * 8
+        ),
+        "4 seals of 2 MB, 16 at a time": lambda: posts(
+            "/v1/responses/input_tokens", [{"input": [*[SEALED] * 4, {"role": "user", "content": "x"}]}] * 16
+        ),
         "8,000 parts": lambda: post("/v1/chat/completions", _chat([{"type": "text", "text": "x"}] * 8_000)),
         "5 MB of [": lambda: post("/v1/completions", b'{"prompt": ' + b"[" * 5_000_000),
         "10 MB of backslashes": lambda: post("/v1/completions", b'{"prompt": "' + b"\\" * 9_999_000 + b'"}'),

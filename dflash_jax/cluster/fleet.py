@@ -453,7 +453,7 @@ class Fleet:
                 missing.append(engine.name)
         if missing and is_needed:
             message = f"{len(answers)} of {len(engines)} engines have answered, and not {', '.join(missing)}"
-            raise ApiError(503, f"{message}: send the request again")
+            raise ApiError(503, message)
         if not answers and question != "metrics":
             raise UnavailableError("no engine is ready")
         return answers

@@ -80,7 +80,7 @@ class MediaDecoder:
             return json.loads(await process.ask(json.dumps(request).encode()))
         except (EOFError, OSError):
             if process is None:
-                raise MediaError("the decoder of images and videos is being restarted: try again later", 503) from None
+                raise MediaError("the decoder of images and videos is being restarted", 503) from None
             most = f"{limits.decode_s(request['kind'])} s of processor time or {limits.memory_bytes >> 20} MiB"
             raise MediaError(f"it needs more than {most} to decode, or is damaged", 413) from None
         finally:

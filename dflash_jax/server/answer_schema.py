@@ -101,6 +101,21 @@ Response = _answer(
     output=list[dict[str, Any]],
     usage=dict[str, Any],
 )
+CompactedResponse = _answer(
+    "CompactedResponse",
+    "A conversation as its messages and a summary.",
+    id=str,
+    object=Literal["response.compaction"],
+    created_at=int,
+    output=list[dict[str, Any]],
+    usage=dict[str, Any],
+)
+ResponseInputTokens = _answer(
+    "ResponseInputTokens",
+    "The count of a prompt's tokens, in OpenAI's shape.",
+    object=Literal["response.input_tokens"],
+    input_tokens=int,
+)
 DeletedResponse = _answer(
     "DeletedResponse",
     "The confirmation that a response was deleted.",

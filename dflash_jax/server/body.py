@@ -310,7 +310,7 @@ class Body:
         capacity = self._limits.total_body_bytes
         self._count(more)
         if self._size > SMALL_BYTES and self._bodies.nbytes_of[self._client] > CLIENT_SHARE * capacity:
-            raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
+            raise ApiError(429, "this client's requests take too much of the server's memory")
         while self._size > SMALL_BYTES and self._bodies.nbytes > capacity:
             self._make_room()
 
@@ -324,7 +324,7 @@ class Body:
         slow = [b for b in self._bodies.arriving if b._size > SMALL_BYTES and now - b._began > SURE_S]
         slowest = min(slow, key=lambda b: b._size / (now - b._began), default=self)
         if slowest is self:
-            raise ApiError(503, "the server reads too many large requests: try again later")
+            raise ApiError(503, "the server reads too many large requests")
         slowest.close()
         self._bodies.arriving.discard(slowest)
         slowest._until.reschedule(now)

@@ -101,9 +101,9 @@ class FairCapacity:
         """
         client = current().client if client is None else client
         if self.used_by.get(client, 0) + count > self.half:
-            raise ApiError(429, f"this client's requests take too much of {self._name}: try again later")
+            raise ApiError(429, f"this client's requests take too much of {self._name}")
         if self.used + count > self.most:
-            raise ApiError(503, f"other requests take too much of {self._name}: try again later")
+            raise ApiError(503, f"other requests take too much of {self._name}")
         self._add(client, count)
         return Share(self, client, count)
 
@@ -139,7 +139,7 @@ class FairCapacity:
         total = sum(map(len, self._waiting.values()))
         if self._most_waiting is not None and total > self._most_waiting:
             _, refused = max(self._waiting.values(), key=len).pop()
-            message = f"{self._most_waiting} requests wait for {self._name}: try again later"
+            message = f"{self._most_waiting} requests wait for {self._name}"
             # Its client may have left in this turn of the loop.
             if not refused.done():
                 refused.set_exception(ApiError(503, message))

@@ -201,7 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.table.enter(self):
             self._update_table()
         else:
-            self.refuse(ApiError(503, f"the server has {self.limits.connections} connections: try again later"))
+            self.refuse(ApiError(503, f"the server has {self.limits.connections} connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Removes the connection from the table."""

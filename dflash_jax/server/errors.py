@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("dflash_jax.server")
 
 RETRY_S = 1
+# Codex reads the time to wait from the message.
+AGAIN = f": try again in {RETRY_S}s"
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = KINDS | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
@@ -45,6 +47,8 @@ class ApiError(HTTPException):
     headers: Mapping[str, str] | None
 
     def __init__(self, status: int, message: str, param: str | None = None):
+        if status in (429, 503) and not message.endswith(AGAIN):
+            message += AGAIN
         super().__init__(status, message)
         self.message, self.param = message, param
         self.code: int | str = "rate_limit_exceeded" if status == 429 else status
@@ -135,7 +139,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, InputError):
         return ApiError(400, str(error))
     if isinstance(error, QueueFullError):
-        return ApiError(429, f"{error}; try again later")
+        return ApiError(429, str(error))
     if isinstance(error, UnavailableError):
         return ApiError(503, f"no requests are taken: {error}")
     if isinstance(error, EngineError):

@@ -82,7 +82,7 @@ class CompilationQueue(FairCapacity):
             owner = client if self.used_by[client] >= self.half else richest
             longest = max((p for p in used if self.compiling[p] == owner), key=lambda p: used[p], default=None)
             if longest and (used[longest] if owner == client else by_client[owner]) > self._sure_s:
-                longest.kill("the server compiles the forms of other texts: try again later")
+                longest.kill("the server compiles the forms of other texts")
                 return
 
 

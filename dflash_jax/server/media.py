@@ -30,7 +30,8 @@ MOST_BYTES = 2**31
 MEDIA_PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render"),
-        *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/generate", "/tokenize", "/invocations"),
+        *("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens"),
+        *("/v1/messages", "/v1/messages/count_tokens", "/generate", "/tokenize", "/invocations"),
     }
 )
 

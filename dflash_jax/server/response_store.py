@@ -4,8 +4,11 @@ Several processes may use one file. Each API key sees its own responses only.
 """
 
 import asyncio
+import base64
+import hmac
 import logging
 import os
+import secrets
 import shutil
 import sqlite3
 import tempfile
@@ -13,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +36,22 @@ WAIT_S, WAITING = 60.0, 256
 # Expired entries that one write removes at most.
 STEP_ENTRIES = 16
 # Identifies a file of stored responses, and the version of its tables.
-APPLICATION, VERSION = 0x44464C52, 2
+APPLICATION, VERSION = 0x44464C52, 3
+# How a sealed text begins, and most characters of one.
+SEAL, MOST_SEALED = "dflash1.", 2**21
 # Ids are bytes: SQLite's text has no unpaired surrogates. The row of the empty client has the sums of all clients.
 TABLES = f"""
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 CREATE TABLE entries(
     number INTEGER PRIMARY KEY, owner BLOB NOT NULL, id BLOB NOT NULL, client BLOB NOT NULL,
-    used REAL NOT NULL, nbytes INTEGER NOT NULL, response_bytes INTEGER NOT NULL, UNIQUE(owner, id));
+    used REAL NOT NULL, nbytes INTEGER NOT NULL, response_bytes INTEGER NOT NULL, output_bytes INTEGER NOT NULL,
+    item_key BLOB NOT NULL, UNIQUE(owner, id));
+CREATE INDEX entries_by_items ON entries(owner, item_key);
 CREATE INDEX entries_by_use ON entries(used);
 CREATE INDEX entries_by_client ON entries(client, used);
 CREATE TABLE contents(number INTEGER PRIMARY KEY, content BLOB NOT NULL);
+CREATE TABLE secrets(seal BLOB NOT NULL);
 CREATE TABLE clients(client BLOB PRIMARY KEY, entries INTEGER, nbytes INTEGER, used REAL) WITHOUT ROWID;
 CREATE INDEX clients_by_entries ON clients(entries DESC, used);
 CREATE INDEX clients_by_nbytes ON clients(nbytes DESC, used);
@@ -61,7 +69,7 @@ CREATE TRIGGER deleted AFTER DELETE ON entries BEGIN
 END;
 PRAGMA journal_mode = WAL;
 """
-NAMED = "owner = ? AND id = ?"
+NAMED, OF_ITEMS = "owner = ? AND id = ?", "owner = ? AND item_key = ?"
 EVICT = """DELETE FROM entries WHERE number = (SELECT number FROM entries WHERE client = (
     SELECT client FROM clients WHERE client != x'' ORDER BY {} DESC, used LIMIT 1) ORDER BY used LIMIT 1)"""
 
@@ -71,12 +79,21 @@ class StoredResponse:
     """A response and the conversation before it. The next turn needs no other entry.
 
     Attributes:
-        response: The response as JSON, without log-probabilities.
+        response: The response as JSON, without log-probabilities. Its last field is its output.
         input: All items of the conversation before it, as JSON, one a line.
+        output_bytes: Bytes of the output.
+        item_key: What the ids of all items of the output have in common, and no others.
     """
 
     response: bytes
     input: bytes
+    output_bytes: int = 0
+    item_key: bytes = b""
+
+    @property
+    def output(self) -> bytes:
+        """The output as JSON."""
+        return self.response[-self.output_bytes - 1 : -1]
 
     def places(self, from_end: bool = False) -> Iterator[tuple[int, int]]:
         """Yields where each item of ``input`` begins and ends, the last item first if ``from_end``."""
@@ -109,6 +126,7 @@ def _create(path: Path) -> None:
         fresh.touch(0o600)
         with closing(_connect(fresh)) as connection:
             connection.executescript(TABLES)
+            connection.execute("INSERT INTO secrets VALUES (?)", (secrets.token_bytes(32),))
         with suppress(FileExistsError):
             os.link(fresh, path)
 
@@ -151,7 +169,7 @@ class ResponseStore:
     displace others' responses by storing many.
 
     Args:
-        size: Most entries; 0 for no file.
+        size: Most entries; 0 for none. The file then has the key of seals alone.
         most_bytes: Most bytes of all entries.
         path: The file; None for a temporary one, which is removed with the store.
         most_age_s: Most seconds since an entry's last use.
@@ -175,7 +193,7 @@ class ResponseStore:
         is_temporary: bool = False,
     ):
         self.size, self.most_bytes, self._most_age_s = size, most_bytes, most_age_s
-        self.path = None if path is None or not size else Path(path)
+        self.path = None if path is None else Path(path)
         # One thread each: writes have an order, and reads do not wait for them. Clients read by turns.
         self._reading, self._writing = (ThreadPoolExecutor(1, f"responses-{name}") for name in ("read", "write"))
         self._turns = FairCapacity(1, "stored responses", WAITING)
@@ -185,7 +203,8 @@ class ResponseStore:
         at_end = ExitStack()
         # When the store is garbage, too, or the interpreter ends.
         self._end = weakref.finalize(self, at_end.close)
-        if not size:
+        self._secret = secrets.token_bytes(32)
+        if not size and path is None:
             return
         try:
             if self.path is None:
@@ -193,6 +212,7 @@ class ResponseStore:
                 at_end.callback(shutil.rmtree, folder, ignore_errors=True)
                 self.path, is_temporary = Path(folder, "responses.sqlite"), True
             self._reader, self._writer = _open(self.path, at_end)
+            (self._secret,) = self._reader.execute("SELECT seal FROM secrets").fetchone()
             # What is deleted from a file that is kept is to be gone.
             for pragma in ("synchronous = OFF",) if is_temporary else ("synchronous = NORMAL", "secure_delete = ON"):
                 self._writer.execute(f"PRAGMA {pragma}")
@@ -202,18 +222,48 @@ class ResponseStore:
             where = "the temporary file of stored responses" if path is None else f"--response-store-path {path}"
             raise InputError(f"{where}: {reason}") from None
 
+    def seal(self, owner: bytes, kind: str, text: str) -> str:
+        """A text that a client keeps: with `unseal` the same owner has it read again, as of the same kind only."""
+        data = text.encode("utf-8", "surrogatepass")
+        return SEAL + base64.urlsafe_b64encode(self._signature(owner, kind, data) + data).decode("ascii")
+
+    def unseal(self, owner: bytes, kind: str, sealed: object) -> str | None:
+        """The text of a `seal`; None for anything else, such as what other servers have encrypted."""
+        if not isinstance(sealed, str) or not sealed.startswith(SEAL) or len(sealed) > MOST_SEALED:
+            return None
+        try:
+            signed = base64.b64decode(sealed[len(SEAL) :], b"-_", validate=True)
+        except ValueError:
+            return None
+        signature, data = signed[:32], signed[32:]
+        if not hmac.compare_digest(signature, self._signature(owner, kind, data)):
+            return None
+        return data.decode("utf-8", "surrogatepass")
+
+    def _signature(self, owner: bytes, kind: str, data: bytes) -> bytes:
+        key = hmac.digest(self._secret, b"%b %b" % (kind.encode("ascii"), owner), "sha256")
+        return hmac.digest(key, data, "sha256")
+
     async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
         """The entry of an owner; None where there is none."""
+        return await self._used(self._read, owner, _bytes(response_id))
+
+    async def output(self, owner: bytes, item_key: bytes) -> bytes | None:
+        """The output, as JSON, that has the items of an ``item_key`` of an owner; None where there is none."""
+        return await self._used(self._read_output, owner, item_key)
+
+    async def _used(self, read: Callable[..., Any], *arguments) -> Any:
+        """What is read of an entry, whose last use is now."""
         with await self._turns.take(1):
-            found = await self._on(self._reading, self._read, owner, _bytes(response_id))
+            found = await self._on(self._reading, read, *arguments)
         if found is None:
             return None
-        number, entry = found
+        number, value = found
         self._touched.add(number)
         if not self._will_touch:
             self._will_touch = True
             self._writing.submit(self._touch)
-        return entry
+        return value
 
     async def put(self, owner: bytes, response_id: str, entry: StoredResponse, client: Hashable = None) -> bool:
         """Stores an entry.
@@ -260,18 +310,36 @@ class ResponseStore:
             # Not 503: it would be the same at another replica.
             raise ApiError(500, f"stored responses cannot be used: {e}; a request with store: false can") from None
 
-    def _read(self, owner: bytes, name: bytes) -> tuple[int, StoredResponse] | None:
+    @contextmanager
+    def _content(self, named: str, owner: bytes, name: bytes) -> Iterator[tuple[tuple, sqlite3.Blob] | None]:
+        """Of an entry: its number, the bytes of its response and output, its item key, and its content."""
         # One transaction: the entry and its content are of one state of the file.
         with self._reader as reader:
             reader.execute("BEGIN")
-            query = f"SELECT number, response_bytes FROM entries WHERE {NAMED} AND used > ?"
+            columns = "number, response_bytes, output_bytes, item_key"
+            query = f"SELECT {columns} FROM entries WHERE {named} AND used > ?"
             row = reader.execute(query, (owner, name, time.time() - self._most_age_s)).fetchone()
             if row is None:
-                return None
-            number, response_bytes = row
+                yield None
+                return
             # A blob's bytes are read and written without the interpreter's lock, which a value's copy needs.
-            with reader.blobopen("contents", "content", number, readonly=True) as blob:
-                return number, StoredResponse(blob.read(response_bytes), blob.read())
+            with reader.blobopen("contents", "content", row[0], readonly=True) as blob:
+                yield row, blob
+
+    def _read(self, owner: bytes, name: bytes) -> tuple[int, StoredResponse] | None:
+        with self._content(NAMED, owner, name) as found:
+            if found is None:
+                return None
+            (number, response_bytes, output_bytes, item_key), blob = found
+            return number, StoredResponse(blob.read(response_bytes), blob.read(), output_bytes, item_key)
+
+    def _read_output(self, owner: bytes, item_key: bytes) -> tuple[int, bytes] | None:
+        with self._content(OF_ITEMS, owner, item_key) as found:
+            if found is None:
+                return None
+            (number, response_bytes, output_bytes, _), blob = found
+            blob.seek(response_bytes - 1 - output_bytes)
+            return number, blob.read(output_bytes)
 
     def _put(self, owner: bytes, name: bytes, entry: StoredResponse, client: bytes) -> bool:
         now = time.time()
@@ -282,9 +350,10 @@ class ResponseStore:
             writer.execute("BEGIN IMMEDIATE")
             query = f"DELETE FROM entries WHERE {NAMED} AND used <= ?"
             writer.execute(query, (owner, name, now - self._most_age_s))
-            columns = "owner, id, client, used, nbytes, response_bytes"
-            values = (owner, name, client, now, entry.nbytes, len(entry.response))
-            query = f"INSERT INTO entries({columns}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            columns = "owner, id, client, used, nbytes, response_bytes, output_bytes, item_key"
+            sizes = entry.nbytes, len(entry.response), entry.output_bytes
+            values = (owner, name, client, now, *sizes, entry.item_key)
+            query = f"INSERT INTO entries({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
             added = writer.execute(query, values)
             if not added.rowcount:
                 return False

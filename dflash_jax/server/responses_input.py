@@ -4,7 +4,7 @@ With ``truncation: "auto"`` a conversation that is too long continues without it
 """
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -78,6 +78,13 @@ class Reasoning(Strict):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class ContextEdit(Strict):
+    """A summary in place of the conversation where its prompt has more tokens than a number."""
+
+    type: Literal["compaction"]
+    compact_threshold: int | None = Field(None, ge=1)
+
+
 class InputItem(Open):
     """A message, a call, its output, or a thought; `as_messages` refuses unknown types by name."""
 
@@ -85,13 +92,25 @@ class InputItem(Open):
     role: str | None = None
     content: str | Items[Part] | None = None
 
+    @property
+    def id(self) -> Any:
+        """Its id, if it has one."""
+        return (self.model_extra or {}).get("id")
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for the item of its id, in OpenAI's form with or without a type."""
+        return self.type == "item_reference" or (
+            self.type is self.role is self.content is None and isinstance(self.id, str)
+        )
+
 
 class ResponsesRequest(schema.SharedFields):
     """``/v1/responses``."""
 
     neutral = neutral_table("responses")
 
-    input: str | Items[InputItem]
+    input: str | Items[InputItem] = Field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -106,6 +125,7 @@ class ResponsesRequest(schema.SharedFields):
     user: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     include: Items[str] | None = None
+    context_management: Items[ContextEdit] | None = None
     chat_template_kwargs: Json | None = None
 
 
@@ -117,14 +137,30 @@ AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_te
 INPUT, JOINT = "input", "__"
 # Tools of OpenAI's servers and of Codex itself, which Codex names in every request.
 HOSTED = ("web_search", "local_shell", "tool_search", "image_generation", "code_interpreter", "file_search", "mcp")
-# Items of such tools that say nothing without them, and what other servers have encrypted.
+# What stands for the conversation before it, as the summary that this server has sealed.
+COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
+# Items of such tools that say nothing without them, what other servers have sealed, and references that are resolved.
 LEFT_OUT = (
     *("web_search_call", "image_generation_call", "code_interpreter_call", "file_search_call", "mcp_list_tools"),
-    *("compaction", "compaction_summary"),
+    *(*COMPACTIONS, "item_reference"),
 )
+# A result that adds tools, an item that only does so, and the last item of an input that asks for a summary.
+FOUND_TOOLS, ADDED_TOOLS, TRIGGER = "tool_search_output", "additional_tools", "compaction_trigger"
 # Calls and results that are read as those of functions, and the key of a call's arguments.
 CALLS = {"custom_tool_call": INPUT, "local_shell_call": "action", "tool_search_call": "arguments"}
-RESULTS = {"custom_tool_call_output": "output", "local_shell_call_output": "output", "tool_search_output": "tools"}
+RESULTS = {"custom_tool_call_output": "output", "local_shell_call_output": "output", FOUND_TOOLS: "tools"}
+
+# What asks the model for a summary, and what a later turn begins with.
+TASK = """The conversation up to here is about to be replaced by a summary, with which alone you will go on. \
+Write that summary now. State:
+- what the user wants, with every constraint and preference
+- what was decided and done: names of files, functions and commands, values, exact identifiers
+- what was learned, with errors and their causes
+- what remains to be done, the next step first
+Give facts only. Call no tool, and answer with nothing but the summary."""
+SUMMARY = "The conversation before this message is replaced by this summary of it:\n\n"
+# New tokens of a summary, at most this number and this part of a slot, where the request has no limit.
+SUMMARY_TOKENS, SUMMARY_PART = 4096, 16
 
 
 @dataclass
@@ -142,30 +178,41 @@ class Tools:
     customs: set[str] = field(default_factory=set)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, tools: Sequence[ResponsesTool]) -> "Tools":
         """Raises ApiError for a tool of an unknown type, or without a name."""
         found = cls()
         for i, tool in enumerate(tools):
-            where = f"tools[{i}]"
-            if tool.type.startswith(HOSTED):
-                found.left_out.append(tool.type)
-                continue
-            if tool.type not in ("function", "custom", "namespace"):
-                right = "function, custom or namespace"
-                raise ApiError(400, f"{where}.type is {tool.type[:64]!r}: it must be {right}", f"{where}.type")
-            if tool.name is None:
-                raise ApiError(400, f"{where}.name is missing", f"{where}.name")
-            if tool.type == "namespace":
-                found._add_namespace(tool.name, tool.tools or (), where)
-            elif tool.type == "custom":
-                found.customs.add(tool.name)
-                found._add(_custom(tool))
-            else:
-                fields = tool.model_dump(include={"name", "description", "parameters", "strict"})
-                found._add(fields)
+            found._take(tool, f"tools[{i}]")
         return found
+
+    def add(self, tool: Any, where: str) -> None:
+        """Adds a tool that an item of the conversation brings, unless one of its name is there.
+
+        Raises:
+            ApiError, ValidationError: It is none, or there are too many.
+        """
+        self._take(ResponsesTool.model_validate(tool), where, is_new=False)
+
+    def _take(self, tool: ResponsesTool, where: str, is_new: bool = True) -> None:
+        if tool.type.startswith(HOSTED):
+            self.left_out.append(tool.type)
+            return
+        if tool.type not in ("function", "custom", "namespace"):
+            right = "function, custom or namespace"
+            raise ApiError(400, f"{where}.type is {tool.type[:64]!r}: it must be {right}", f"{where}.type")
+        if tool.name is None:
+            raise ApiError(400, f"{where}.name is missing", f"{where}.name")
+        if tool.type == "namespace":
+            self._add_namespace(tool.name, tool.tools or (), where, is_new)
+        elif is_new or tool.name not in self._names:
+            if tool.type == "custom":
+                self.customs.add(tool.name)
+                self._add(_custom(tool))
+            else:
+                self._add(tool.model_dump(include={"name", "description", "parameters", "strict"}))
 
     def _add(self, function: dict) -> None:
         if len(self.functions) == DEFAULT_LIMITS.tools:
@@ -173,17 +220,19 @@ class Tools:
                 f"more than {DEFAULT_LIMITS.tools} tools, functions of namespaces among them: no more are possible"
             )
             raise ApiError(400, message, "tools")
+        self._names.add(function["name"])
         self.functions.append({"type": "function", "function": function})
 
-    def _add_namespace(self, namespace: str, tools: Sequence[Json], where: str) -> None:
+    def _add_namespace(self, namespace: str, tools: Sequence[Json], where: str, is_new: bool) -> None:
         for i, tool in enumerate(tools):
             name = tool.get("name")
             if tool.get("type") != "function" or not isinstance(name, str):
                 at = f"{where}.tools[{i}]"
                 raise ApiError(400, f"{at} must be a function with a name", at)
             flat = f"{namespace}{JOINT}{name}"
-            self.namespaces[flat] = namespace, name
-            self._add({key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat})
+            if is_new or flat not in self._names:
+                self.namespaces[flat] = namespace, name
+                self._add({key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat})
 
 
 def _custom(tool: ResponsesTool) -> dict:
@@ -195,9 +244,17 @@ def _custom(tool: ResponsesTool) -> dict:
     return {"name": tool.name, "description": described, "parameters": parameters}
 
 
-def as_function_item(item: InputItem) -> InputItem:
-    """An item of a custom tool, of Codex's shell or of its search as one of a function."""
+def as_chat_item(item: InputItem, unseal: Callable[[str, Any], str | None] = lambda *_: None) -> InputItem:
+    """An item as a message, a thought, or a call of a function or its output.
+
+    Args:
+        item: The item: also a custom tool's, of Codex's shell or search, or a summary.
+        unseal: The text of a kind ("reasoning" or "compaction") that this server has sealed for this client, or None.
+    """
     kind, more = item.type, item.model_extra or {}
+    if kind in (*CALLS, *RESULTS) and more.get("call_id") is None and not kind.startswith("custom"):
+        # A search that another server has run, with one result after it.
+        more = more | {"call_id": kind.partition("_call")[0].removesuffix("_output")}
     if kind in CALLS:
         value = more.get(CALLS[kind])
         arguments = json.dumps({INPUT: value} if kind == "custom_tool_call" else value)
@@ -205,11 +262,24 @@ def as_function_item(item: InputItem) -> InputItem:
         return InputItem(**more | {"type": CALL, "name": name, "arguments": arguments})
     if kind in RESULTS:
         value = more.get(RESULTS[kind])
-        is_text = isinstance(value, str | list) and kind != "tool_search_output"
+        is_text = isinstance(value, str | list) and kind != FOUND_TOOLS
         return InputItem(**more | {"type": OUTPUT, "output": value if is_text else json.dumps(value)})
     if kind == CALL and isinstance(more.get("namespace"), str) and isinstance(more.get("name"), str):
         return InputItem(**more | {"type": CALL, "name": f"{more['namespace']}{JOINT}{more['name']}"})
+    if kind == "reasoning":
+        thought = unseal("reasoning", more.get("encrypted_content"))
+        parts = _thoughts(item) if thought is None else [chat_schema.Part(type="reasoning_text", text=thought)]
+        return InputItem(type=kind, content=[*parts], **{key: more[key] for key in ("id",) if key in more})
+    if kind in COMPACTIONS and (text := unseal("compaction", more.get("encrypted_content"))) is not None:
+        named = {key: more[key] for key in ("id",) if key in more}
+        return InputItem(type="message", role="user", content=SUMMARY + text, **named)
     return item
+
+
+def added_tools(item: InputItem) -> list:
+    """The tools that an item of a conversation adds to those of the request."""
+    tools = (item.model_extra or {}).get("tools")
+    return tools if item.type in (FOUND_TOOLS, ADDED_TOOLS) and isinstance(tools, list) else []
 
 
 def as_messages(instructions: str | None, items: Sequence[InputItem], earlier: int = 0) -> list[dict]:
@@ -247,7 +317,9 @@ def as_messages(instructions: str | None, items: Sequence[InputItem], earlier: i
         elif kind == "reasoning":
             thought = text_of([_part(p) for p in _thoughts(item)], where)
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
-        elif kind not in LEFT_OUT:
+        elif kind == TRIGGER:
+            messages.append({"role": "user", "content": TASK})
+        elif kind not in (*LEFT_OUT, ADDED_TOOLS):
             raise ApiError(400, f"{where}.type {kind!r} is not supported", f"{where}.type")
     return _joined_thoughts(messages)
 
@@ -305,11 +377,64 @@ def _joined_thoughts(messages: list[dict]) -> list[dict]:
     return joined
 
 
+def most_tokens(body: ResponsesRequest, capacity: int) -> int | None:
+    """The tokens of a prompt beyond which a summary comes first, three quarters of a slot where none are named."""
+    given = [edit.compact_threshold or capacity * 3 // 4 for edit in body.context_management or ()]
+    return min(given, default=None)
+
+
+def with_trigger(body: ResponsesRequest) -> ResponsesRequest:
+    """The request for a summary of a request's conversation."""
+    if asks_for_summary(body):
+        return body
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return body.model_copy(update={"input": [*items, InputItem(type=TRIGGER)]})
+
+
+def asks_for_summary(body: ResponsesRequest) -> bool:
+    """Whether a request's input ends with a `TRIGGER`."""
+    return bool(body.input) and not isinstance(body.input, str) and body.input[-1].type == TRIGGER
+
+
+def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[int]) -> ResponsesRequest:
+    """A request whose input ends with a `TRIGGER`, with the fields of its summary: no thought, no call, no form.
+
+    Tools stay, since the prompt's beginning shows them: it is in the prefix cache.
+
+    Args:
+        body: The request.
+        capacity: Positions of a slot.
+        banned: Tokens that begin a call.
+    """
+    most = max(1, min(SUMMARY_TOKENS, capacity // SUMMARY_PART))
+    unset = ("text", "parallel_tool_calls", "top_logprobs", "include", "regex", "ebnf", "structured_outputs")
+    fields: dict[str, Any] = dict.fromkeys(unset) | {
+        "temperature": 0.0 if body.temperature is None else body.temperature,
+        "max_output_tokens": body.max_output_tokens or most,
+        "reasoning": Reasoning(effort="none"),
+        "tool_choice": "none" if body.tool_choice == "none" else None,
+        "logit_bias": {**(body.logit_bias or {}), **{str(token): -100.0 for token in banned}},
+    }
+    return body.model_copy(update=fields)
+
+
+def places_after(items: Sequence[InputItem], summaries: Collection[int]) -> list[int]:
+    """The places of the items that count: of ``summaries`` the last one, what follows, and messages before.
+
+    Of the messages, those of the system and the user, as they are in OpenAI's compacted conversations.
+    """
+    last = max(summaries, default=0)
+    kinds = ("user", *OF_SYSTEM)
+    return [i for i, item in enumerate(items) if i >= last or (_kind(item) in kinds and i not in summaries)]
+
+
 def _named(tool: ResponsesToolName) -> dict:
     return {"type": "function", "function": {"name": tool.name}}
 
 
-def as_chat(body: ResponsesRequest, items: Sequence[InputItem], earlier: int = 0) -> chat_schema.ChatRequest:
+def as_chat(
+    body: ResponsesRequest, tools: Tools, items: Sequence[InputItem], earlier: int = 0
+) -> chat_schema.ChatRequest:
     """The equivalent chat request for these items; ``earlier`` as in `as_messages`."""
     form, choice, response_format = body.text.format if body.text else None, body.tool_choice, None
     if form is not None:
@@ -320,17 +445,19 @@ def as_chat(body: ResponsesRequest, items: Sequence[InputItem], earlier: int = 0
     elif isinstance(choice, ResponsesAllowedTools):
         allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    messages = as_messages(body.instructions, items, earlier)
+    if not messages:
+        raise ApiError(400, "input has nothing that the model reads: no message, call or output", "input")
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
-    tools = Tools.of(body.tools or ()).functions
     return chat_schema.ChatRequest.model_validate(
         {
             **{name: getattr(body, name) for name in AS_IN_CHAT},
-            "messages": [chat_schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
+            "messages": [chat_schema.Message(**m) for m in messages],
             "max_completion_tokens": body.max_output_tokens,
             "logprobs": wants_logprobs or None,
             "top_logprobs": body.top_logprobs if wants_logprobs else None,
             "response_format": response_format,
-            "tools": tools or None,
+            "tools": tools.functions or None,
             "tool_choice": choice,
             "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         }
@@ -350,7 +477,8 @@ def droppable(items: Sequence[InputItem]) -> list[list[int]]:
     output of a call is in the group of the call. No group has system messages, the newest input (all items after the
     model's last one), the calls that the newest input answers, or the user's last message before it.
     """
-    kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in (*OF_SYSTEM, *LEFT_OUT)}
+    without = (*OF_SYSTEM, *LEFT_OUT, ADDED_TOOLS)
+    kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in without}
     last = max((i for i, kind in kinds.items() if kind in OF_MODEL), default=-1)
     newest = {i for i in kinds if i > last} or set([*kinds][-1:])
     # Ids may repeat: an output belongs to the last call before it.

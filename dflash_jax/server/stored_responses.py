@@ -14,14 +14,17 @@ from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, dumped
 from dflash_jax.server.request_context import fresh_id
 from dflash_jax.server.response_store import StoredResponse
-from dflash_jax.server.responses_input import InputItem
+from dflash_jax.server.responses_input import ADDED_TOOLS, COMPACTIONS, FOUND_TOOLS, InputItem
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import JsonAnswer
 
 router = APIRouter()
 # The id of a stored item, which is its first key.
 _ID = re.compile(rb'\{"id":("(?:[^"\\]++|\\.)*+")')
-IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", ADDED_TOOLS: "at"}
+IDS |= {FOUND_TOOLS: "tso", **dict.fromkeys(COMPACTIONS, "cmp")}
+# The id of an item of an answer: its kind, the key of the answer's items, and its number.
+_OF_ANSWER = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{8}")
 
 
 def _missing(response_id: str, param: str | None = None) -> ApiError:
@@ -54,7 +57,60 @@ async def earlier_items(http: Request, response_id: str | None) -> list[bytes]:
     entry = await stored_entry(http, response_id, "previous_response_id")
     http.state.body.reserve(entry.nbytes)
     items = [entry.input[begin:end] async for begin, end in serving.in_steps(entry.places())]
-    return items + [dumped(item) for item in loaded(entry.response)["output"]]
+    return items + [dumped(item) for item in loaded(entry.output)]
+
+
+def answer_item_id(kind: str, item_key: str, number: int) -> str:
+    """The id of an item of an answer, by which `referenced` finds it."""
+    return f"{kind}_{item_key}{number:08x}"
+
+
+async def referenced(http: Request, given: Sequence[InputItem], earlier: list[bytes]) -> list[InputItem]:
+    """An input with the stored items that it names in place of their names.
+
+    An item is in a conversation once: what names one that is there is left as it is, and adds nothing.
+
+    Args:
+        http: The request.
+        given: The input.
+        earlier: Items of earlier turns, as JSON.
+
+    Raises:
+        ApiError: 404, an item is not there; 400, they exceed the bytes that a body may have.
+    """
+    serving: Serving = http.app.state.serving
+    if not any(item.is_reference for item in given):
+        return list(given)
+    known = {item.id for item in given if not item.is_reference and isinstance(item.id, str)}
+    known |= {item_id(line) async for line in serving.in_steps(earlier)}
+    outputs: dict[str, dict[str, dict]] = {}
+    items, size, most = [], 0, serving.most_body_bytes("/v1/responses")
+    async for i, item in serving.in_steps(enumerate(given)):
+        where, name = f"input[{i}].id", item.id
+        if not item.is_reference:
+            items.append(item)
+            continue
+        if not isinstance(name, str):
+            raise ApiError(400, f"{where} must be text", where)
+        key = match[1] if (match := _OF_ANSWER.fullmatch(name)) else ""
+        if name not in known and key not in outputs:
+            output = await serving.response_store.output(http.state.owner, key.encode()) if key else None
+            size += len(output or b"")
+            if size > most:
+                message = f"the answers that input names have {size} bytes: at most {most} are possible"
+                raise ApiError(400, message, "input")
+            http.state.body.reserve(len(output or b""))
+            async with serving.long_step(len(output or b"")):
+                outputs[key] = {stored["id"]: stored for stored in loaded(output or b"[]")}
+        if name in known:
+            items.append(InputItem(type="item_reference"))
+        elif name in outputs[key]:
+            known.add(name)
+            items.append(InputItem(**outputs[key][name]))
+        else:
+            message = f"{where}: item {name[:64]!r} is not stored here; the least recently used responses are dropped"
+            raise ApiError(404, message, where)
+    return items
 
 
 def item_id(item: bytes) -> str:
@@ -109,20 +165,31 @@ def _item(item: InputItem) -> dict:
         parts = item.content if isinstance(item.content, list) else ()
         thoughts = [{"type": "reasoning_text", "text": part.text or ""} for part in parts]
         return value | {"summary": [], "content": thoughts}
-    return value | {name: more[name] for name in ("call_id", "name", "arguments", "output") if name in more}
+    if kind in COMPACTIONS:
+        return {"id": value["id"], "type": COMPACTIONS[0], "encrypted_content": more["encrypted_content"]}
+    return value | {name: more[name] for name in ("call_id", "name", "arguments", "output", "tools") if name in more}
 
 
-def stored_response(response: dict) -> bytes:
+def stored_response(response: dict, conversation: bytes, item_key: str) -> StoredResponse:
     """A response in its stored form.
 
-    Log-probabilities are left out: they are most of its bytes, and no later turn needs them.
+    Log-probabilities are left out, since they are most of its bytes, and so are sealed thoughts: no later turn needs
+    them.
+
+    Args:
+        response: The response.
+        conversation: The conversation before it.
+        item_key: What the ids of its items have in common.
     """
     output = []
     for item in response["output"]:
         if item["type"] == "message":
             item = item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+        if item["type"] == "reasoning":
+            item = {name: value for name, value in item.items() if name != "encrypted_content"}
         output.append(item)
-    return bytes(JsonResponse(response | {"output": output}).body)
+    head, end = dumped({name: value for name, value in response.items() if name != "output"}), dumped(output)
+    return StoredResponse(b'%b,"output":%b}' % (head[:-1], end), conversation, len(end), item_key.encode("ascii"))
 
 
 @router.get("/v1/responses/{response_id}", responses={200: {"model": Response}}, response_model=None)

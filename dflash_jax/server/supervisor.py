@@ -184,7 +184,7 @@ class Supervisor:
 
     def _check_store(self) -> None:
         path = self.args.response_store_path
-        if self.args.response_store and path is not None:
+        if path is not None:
             from dflash_jax.server.response_store import ResponseStore
 
             ResponseStore(self.args.response_store, path=path).close()

@@ -35,6 +35,8 @@ GOOD = {
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
+    "/v1/responses/compact": {"input": HI, "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": HI},
     "/v1/messages": {"messages": HI, "max_tokens": 2, "model": "default"},
     "/v1/messages/count_tokens": {"messages": HI, "model": "default"},
     "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 2}},

@@ -92,8 +92,12 @@ def test_a_failure_before_the_first_token_is_an_event_of_the_interface(held, mon
         held.go.set()
         *_, last = [line for line in response.read().decode().split("\n") if line.startswith("data: {")]
     error = json.loads(last[6:])
-    if path in ("/v1/responses", "/v1/messages"):
+    if path == "/v1/messages":
         assert error["type"] == "error"
+    if path == "/v1/responses":
+        # The only one that Codex reads.
+        assert error["type"] == "response.failed"
+        error = error["response"]
     assert "the device is on fire" in (error.get("error") or error)["message"]
     assert wait_until(lambda: held.host.engine.engine.failure is None)
 

@@ -108,6 +108,46 @@ def test_a_store_of_no_entries_has_no_file_and_stores_nothing():
     assert nothing.path is None
 
 
+def test_what_one_process_seals_others_and_later_ones_read(path, opened):
+    """Also those without entries: the file has the key."""
+    first = opened()
+    sealed = first.seal(b"owner", "reasoning", "thought \ud800 é")
+    assert sealed.isascii()
+    assert "thought" not in sealed
+    for store in (first, opened(), opened(0)):
+        assert store.unseal(b"owner", "reasoning", sealed) == "thought \ud800 é"
+        store.close()
+    again = opened(0)
+    assert again.unseal(b"owner", "reasoning", sealed)
+    assert again.unseal(b"owner", "reasoning", again.seal(b"owner", "reasoning", "")) == ""
+    assert not run(again.put(b"k", "a", ENTRY))
+    for wrong in (ResponseStore(), ResponseStore(0)):
+        assert wrong.unseal(b"owner", "reasoning", sealed) is None
+
+
+SEALING = ResponseStore(0)
+# Of 39 bytes, so that base64 has one form of them.
+SEALED = SEALING.seal(b"a", "reasoning", "7 words")
+
+
+@given(st.integers(0, len(SEALED) - 1), st.characters(exclude_categories=()), st.integers(0, len(SEALED)))
+def test_what_is_changed_is_not_unsealed(place, character, end):
+    changed = SEALED[:place] + character + SEALED[place + 1 :]
+    for text in (changed, SEALED[:end]):
+        assert (SEALING.unseal(b"a", "reasoning", text) is not None) == (text == SEALED)
+    # Further padding may be left out.
+    assert SEALING.unseal(b"a", "reasoning", SEALED + character) in (None, "7 words")
+
+
+@pytest.mark.parametrize("sealed", [None, 5, [], {}, "", "gAAAA", "dflash1.", "dflash1.é", "dflash1." + "A" * 2**22])
+def test_what_is_foreign_is_not_unsealed(sealed):
+    assert SEALING.unseal(b"a", "reasoning", sealed) is None
+    assert SEALING.unseal(b"b", "reasoning", SEALED) is None
+    assert SEALING.unseal(b"a", "compaction", SEALED) is None
+    huge = SEALING.seal(b"a", "reasoning", "x" * 2**21)
+    assert SEALING.unseal(b"a", "reasoning", huge) is None
+
+
 def test_a_temporary_file_ends_with_the_interpreter(tmp_path):
     code = "import asyncio; from dflash_jax.server.response_store import ResponseStore, StoredResponse\n"
     code += "store = ResponseStore()\nasyncio.run(store.put(b'k', 'a', StoredResponse(b'x', b'y')))\nprint(store.path)"

@@ -152,6 +152,91 @@ def test_a_response_is_private_to_its_key(client, store, quiet):
     assert client.responses.retrieve(response.id)
 
 
+def references(response) -> list[dict]:
+    return [{"type": "item_reference", "id": item.id} for item in response.output]
+
+
+def test_items_are_referenced_as_if_they_were_sent(client, store):
+    """As the AI SDK sends the items of earlier answers: by id, and without the response's."""
+    options = SHORT | {"reasoning": {"effort": "none"}}
+    question = {"role": "user", "content": WORDS}
+    first = client.responses.create(**options, input=[question])
+    turns = [question, *references(first), {"role": "user", "content": "Again."}]
+    second = client.responses.create(**options, input=turns)
+    more = [*references(second), {"role": "user", "content": "Once more."}]
+    third = client.responses.create(**options, input=[*turns, *more])
+    sent = [question, *items(first), turns[-1], *items(second), more[-1]]
+    whole = client.responses.create(**options, input=sent, store=False)
+    assert (third.usage.input_tokens, third.output_text) == (whole.usage.input_tokens, whole.output_text)
+    assert [i.content for i in third.output] == [i.content for i in whole.output]
+    # The type may be missing, and a turn that continues this one has its items without the first response.
+    untyped = [{"id": item["id"]} if item.get("type") == "item_reference" else item for item in [*turns, *more]]
+    assert client.responses.create(**options, input=untyped).usage.input_tokens == third.usage.input_tokens
+    client.responses.delete(first.id)
+    later = client.responses.create(**options, input="On.", previous_response_id=third.id)
+    assert later.usage.input_tokens > third.usage.input_tokens
+    listed = [i.id for i in client.responses.input_items.list(third.id, order="asc")]
+    assert [i.id for i in (*first.output, *second.output)] == [listed[1], listed[3]]
+
+
+def test_an_item_is_in_a_conversation_once(client, store):
+    """A reference to what the conversation has, in the input or before it, is right and adds nothing."""
+    options = SHORT | {"reasoning": {"effort": "none"}}
+    first = client.responses.create(**options, input=WORDS)
+    assert first.output_text
+    again = {"role": "user", "content": "Again.", "id": "msg_mine"}
+    plain = client.responses.create(**options, input=[again], previous_response_id=first.id)
+    named = [*references(first) * 3, {"type": "item_reference", "id": "msg_mine"}, again]
+    found = client.responses.create(**options, input=named, previous_response_id=first.id)
+    assert found.usage.input_tokens == plain.usage.input_tokens
+    once = client.responses.create(**options, input=[*references(first), again])
+    often = client.responses.create(**options, input=[*references(first) * 2000, again])
+    assert often.usage.input_tokens == once.usage.input_tokens
+
+
+@pytest.mark.parametrize("name", ["msg_1", "\ud800", "", "rs_" + "0" * 32, "x" * 10**5, "msg_" + "0" * 31 + "\u0661"])
+def test_a_reference_to_what_is_not_there_is_404_by_name(client, quiet, store, name):
+    first = client.responses.create(**SHORT, input=WORDS)
+    body = json.dumps(SHORT | {"input": [*HI, *references(first), {"type": "item_reference", "id": name}]})
+    for _ in range(2):
+        found = quiet.http.post("/v1/responses", content=body, headers=KEY | {"Content-Type": "application/json"})
+        assert (found.status_code, found.json()["error"]["param"]) == (404, f"input[{1 + len(first.output)}].id")
+    assert len(found.text) < 400
+    for wrong in (5, None, [], {"a": 1}):
+        found = quiet.post("/v1/responses", **SHORT, input=[{"type": "item_reference", "id": wrong}])
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "input[0].id")
+
+
+def test_items_are_private_to_their_key_and_end_with_their_response(client, store):
+    store(1)
+    first = client.responses.create(**SHORT, input=WORDS)
+    ask = SHORT | {"input": [*references(first), *HI], "store": False}
+    assert client.responses.create(**ask).output
+    with pytest.raises(openai.NotFoundError, match="not stored here"):
+        client.with_options(api_key="another").responses.create(**ask)
+    # A number that the answer does not have, of a key that it has.
+    other = first.output[0].id[:-1] + "9"
+    with pytest.raises(openai.NotFoundError, match="not stored here"):
+        client.responses.create(**SHORT, input=[{"type": "item_reference", "id": other}, *HI])
+    client.responses.create(**SHORT, input="hi")
+    with pytest.raises(openai.NotFoundError, match="not stored here"):
+        client.responses.create(**ask)
+    second = client.responses.create(**SHORT, input=WORDS)
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError, match="not stored here"):
+        client.responses.create(**SHORT, input=[*references(second), *HI])
+
+
+def test_answers_that_are_referenced_count_as_the_body_that_names_them(client, quiet, store, monkeypatch):
+    answers = [client.responses.create(**SHORT, input=WORDS) for _ in range(3)]
+    named = [name for answer in answers for name in references(answer)]
+    monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, body_bytes=450))
+    assert client.responses.create(**SHORT, input=named[:1], store=False).output
+    with pytest.raises(openai.BadRequestError, match=r"answers that input names .* at most 450 are") as error:
+        client.responses.create(**SHORT, input=named, store=False)
+    assert error.value.param == "input"
+
+
 def test_a_conversation_is_bounded_in_bytes(client, store, quiet, monkeypatch):
     """Also where the template drops what is sent, so that the prompt stays short."""
     monkeypatch.setattr(quiet.serving, "limits", type(quiet.serving.limits)(body_bytes=2000))
@@ -422,6 +507,20 @@ def test_keys_that_a_client_makes_up_are_one_client():
     assert run(store.get(b"quiet", "mine"))
     assert run(store.get(b"key 49", "x"))
     assert not run(store.get(b"key 1", "x"))
+
+
+def test_an_output_is_found_by_the_key_of_its_items_and_is_used_then():
+    value = StoredResponse(b'{"id":"a","output":[{"id":"x"}]}', b"y", len(b'[{"id":"x"}]'), b"k1")
+    assert value.output == b'[{"id":"x"}]'
+    store = ResponseStore(2)
+    run(store.put(b"o", "a", value))
+    run(store.put(b"o", "b", replace(value, item_key=b"k2")))
+    assert run(store.get(b"o", "a")) == value
+    for owner, key in ((b"p", b"k1"), (b"o", b"k3"), (b"o", b"")):
+        assert run(store.output(owner, key)) is None
+    assert run(store.output(b"o", b"k1")) == value.output
+    run(store.put(b"o", "c", entry(1)))
+    assert [run(store.output(b"o", key)) is not None for key in (b"k1", b"k2")] == [True, False]
 
 
 OPERATIONS = st.lists(

@@ -23,8 +23,9 @@ from dflash_jax.server import wire
 from dflash_jax.server.body import MOST_FIELDS
 from dflash_jax.server.engine_client import EngineClient
 from dflash_jax.server.limits import DEFAULT_LIMITS as LIMITS
-from dflash_jax.server.response_store import StoredResponse
+from dflash_jax.server.response_store import MOST_SEALED, SEAL, StoredResponse
 from dflash_jax.server.serving import Serving
+from dflash_jax.server.stored_responses import answer_item_id, stored_response
 from tests.server.conftest import Running, hosted
 from tests.server.turns import MOST_S, Turns
 from tools.mock_runner import MockRunner, printable
@@ -131,6 +132,10 @@ DOCUMENT = {"type": "document", "title": "x", "source": {"type": "base64", "data
 REFERENCE = {"type": "tool_reference", "tool_name": "f"}
 LARGE_TOOL = {"name": "f", "description": "x" * 10**6, "input_schema": {}, "defer_loading": True}
 TOOLS = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(LIMITS.tools)]
+# As if this server had sealed them.
+SEALED = [{"type": "compaction", "encrypted_content": SEAL + "A" * (MOST_SEALED - len(SEAL))}] * 4
+ADDED = {"type": "additional_tools", "role": "developer"}
+ADDED |= {"tools": [{"type": "function", "name": "f", "parameters": {}}] * (LIMITS.objects // 2 - 9)}
 ITEM = {"id": "msg_0", "type": "message", "status": "completed", "role": "user"}
 
 
@@ -208,6 +213,14 @@ CASES = {
         "/v1/responses",
         {"input": TALK, "max_output_tokens": ENTRIES, "top_logprobs": 20, "ignore_eos": True, "stream": True},
     ),
+    "sealed response": (
+        "/v1/responses",
+        {"input": TALK, "max_output_tokens": ENTRIES, "include": ["reasoning.encrypted_content"], "ignore_eos": True},
+    ),
+    "summary": ("/v1/responses/compact", {"input": TALK, "max_output_tokens": ENTRIES // 2, "ignore_eos": True}),
+    "tokens of a response": ("/v1/responses/input_tokens", {"input": TALK}),
+    "foreign seals": ("/v1/responses/input_tokens", {"input": [*TALK, *SEALED]}),
+    "added tools": ("/v1/responses/input_tokens", {"input": [*TURN, ADDED]}),
 }
 
 
@@ -309,7 +322,7 @@ def test_no_turn_of_a_stored_response_is_long(mock, items):
     stored = b"\n".join(json.dumps(line, separators=(",", ":")).encode() for line in lines)
     answer = json.dumps({"id": "resp_0", "output": []}).encode()
     assert asyncio.run(
-        mock.serving.response_store.put(hashlib.sha256(b"").digest(), "resp_0", StoredResponse(answer, stored))
+        mock.serving.response_store.put(hashlib.sha256(b"").digest(), "resp_0", StoredResponse(answer, stored, 2))
     )
     del stored
     path, body = "/v1/responses/resp_0", {"previous_response_id": "resp_0", "input": "x", "max_output_tokens": 16}
@@ -327,3 +340,18 @@ def test_no_turn_of_a_stored_response_is_long(mock, items):
     ]
     for request in requests:
         check(mock, *request)
+
+
+def test_no_turn_of_many_references_is_long(mock):
+    """Each is in an answer of its own."""
+    store, items = mock.serving.response_store, []
+
+    async def put() -> None:
+        for i in range(store.size // 2):
+            item = {"id": answer_item_id("rs", f"{i:024x}", 0), "type": "reasoning", "summary": [], "content": []}
+            items.append({"type": "item_reference", "id": item["id"]})
+            entry = stored_response({"id": f"resp_{i}", "output": [item] * 4, "tools": TOOLS}, b"", f"{i:024x}")
+            assert await store.put(hashlib.sha256(b"").digest(), f"resp_{i}", entry)
+
+    asyncio.run(put())
+    check(mock, "POST", "/v1/responses/input_tokens", json.dumps({"input": [*TURN, *items]}).encode())
