@@ -80,17 +80,24 @@ class ReasoningSplitter:
         """Whether the thought has ended or none can begin."""
         return self._state == "content"
 
+    def begin_content(self) -> None:
+        """Takes the text for content from here on, whatever it begins with."""
+        self._state, self._is_at_start = "content", False
+
     def push(self, text: str) -> tuple[str, str]:
         """Splits the next text; the end of it may be held back."""
         self._buffer += text
         if self._state == "undecided":
             text_so_far = self._buffer.lstrip()
-            if not text_so_far or (OPEN.startswith(text_so_far) and text_so_far != OPEN):
+            if text_so_far not in (OPEN, CLOSE) and any(tag.startswith(text_so_far) for tag in (OPEN, CLOSE)):
                 return "", ""
             if text_so_far.startswith(OPEN):
                 self._state, self._buffer = "reasoning", text_so_far.removeprefix(OPEN)
+            elif text_so_far.startswith(CLOSE):
+                # Models close the thought that the prompt has closed, too.
+                self._state, self._buffer = "content", text_so_far.removeprefix(CLOSE)
             else:
-                self._state, self._is_at_start = "content", False
+                self.begin_content()
         if self._state == "reasoning":
             end, after = self._end_of_thought(self._buffer)
             thought, rest = self._buffer[:end], self._buffer[after:]

@@ -1,6 +1,5 @@
 """/v1/chat/completions, and vLLM's /v1/chat/completions/batch: several conversations in one request."""
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import count
@@ -8,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.protocol import Form
 from dflash_jax.server import chat_schema, prepare, schema
 from dflash_jax.server.answer_schema import ChatCompletion
@@ -30,14 +28,9 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame, frame_parts
-from dflash_jax.server.tools import END, START, CallDelta, joined
+from dflash_jax.server.tools import CallDelta, joined
 
 router = APIRouter(route_class=MediaRoute)
-
-
-def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:
-    """A tag in Lark's notation: its token where it is one, else a string."""
-    return tag if len(tokenizer.encode_plain(tag)) == 1 else json.dumps(tag)
 
 
 def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> Form | None:
@@ -60,8 +53,7 @@ def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> 
     tokenizer = serving.llm.tokenizer
     if tokenizer is None or tokenizer.file is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
-    start, end = (tag_in_lark(tokenizer, tag) for tag in (START, END))
-    calls = {"tools": tools, "most": 8 if several else 1, "syntax": syntax, "start": start, "end": end}
+    calls = {"tools": tools, "most": 8 if several else 1, "syntax": syntax}
     return prepare.checked_form("calls", calls | {"optional": not body.must_call}, "tools")
 
 
@@ -108,6 +100,9 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
     if form and calls:
         raise ApiError(400, f"{form.field} and tool_choice each ask for a form: give one of them", form.field)
+    if form or calls:
+        # The grammar begins with the text, or after the thought that a token opens.
+        talk.openings = prepare.openings(serving, talk.thought)
     talk.is_forced = body.must_call
     talk.has_one_call = body.parallel_tool_calls is False
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

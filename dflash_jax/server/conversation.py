@@ -104,6 +104,7 @@ class Parser:
         tools: ToolParser | None,
         shown: chat_schema.ShownReasoning = "stream",
         has_one_call: bool = False,
+        openings: Sequence[int] | None = None,
     ):
         """Prepares a parser.
 
@@ -112,7 +113,10 @@ class Parser:
             tools: Parser of calls; None without tools.
             shown: How reasoning is shown.
             has_one_call: Whether calls after the first one are left out.
+            openings: The tokens one of which begins the text if that has a thought, whatever the text of another one
+                is; None where the text alone decides.
         """
+        self._openings = None if is_thinking else openings
         self._splitter = ReasoningSplitter(is_thinking) if tools is None else AnswerSplitter(is_thinking, tools.schemas)
         self._tools, self._shown = tools, shown
         # All reasoning, where a call may end it.
@@ -124,6 +128,10 @@ class Parser:
 
     def push(self, piece: Piece) -> Delta:
         """Parses the next piece."""
+        if self._openings is not None and piece.token_ids:
+            if piece.token_ids[0] not in self._openings:
+                self._splitter.begin_content()
+            self._openings = None
         reasoning, content = self._split(piece)
         if self._shown == "content":
             text = self._undecided + piece.text
@@ -210,6 +218,7 @@ class Conversation:
         echoed: Text that the answer begins with.
         is_forced: Whether the answer must consist of calls.
         has_one_call: Whether the answer ends after its first call.
+        openings: As of `Parser`.
         media: Images and videos of the prompt; None for text.
     """
 
@@ -220,12 +229,13 @@ class Conversation:
     echoed: str = ""
     is_forced: bool = False
     has_one_call: bool = False
+    openings: tuple[int, ...] | None = None
     media: PlacedMedia | None = None
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
         tools = ToolParser(self.tools, self.is_forced, self.syntax == "bare") if self.tools else None
-        return Parser(self.thought == "open", tools, shown, self.has_one_call)
+        return Parser(self.thought == "open", tools, shown, self.has_one_call, self.openings)
 
     def ends(self) -> CallEnd | None:
         """The end condition of a choice beside its stop strings; None without one."""

@@ -14,7 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.server.structural_tag import structural_tag_grammar
 from dflash_jax.server.tool_values import as_text, kinds_of
-from dflash_jax.server.tools import START
+from dflash_jax.server.tools import END, START
 
 # Whitespace between two tokens of JSON. It is bounded because small models tend to write endless line breaks.
 WHITESPACE = r"[ \t\n\r]{0,64}"
@@ -27,16 +27,19 @@ _LISTS = ("items", "prefixItems")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def sources(kind: str, value: Any, literal: Callable[[str], list[str]]) -> Iterator[tuple[str, list[str]]]:
+def sources(
+    kind: str, value: Any, literal: Callable[[str], list[str]], named: Callable[[str], str]
+) -> Iterator[tuple[str, list[str]]]:
     """Yields (grammar, what it does not enforce), in the order in which to try them.
 
     Args:
         kind: Of a `Form`.
         value: Of a `Form`, parsed.
         literal: Writes a text in Lark, as `structural_tag` needs it.
+        named: Writes the names of tokens in Lark as llguidance knows them.
     """
     if kind in ("schema", "calls", "structural_tag"):
-        build = {"schema": _schema, "calls": _calls}.get(kind) or partial(_tags, literal)
+        build = {"schema": _schema, "calls": partial(_calls, literal)}.get(kind) or partial(_tags, literal, named)
         for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
             yield build(value, close), notes
     elif kind == "json":
@@ -46,11 +49,11 @@ def sources(kind: str, value: Any, literal: Callable[[str], list[str]]) -> Itera
     elif kind == "choice":
         yield LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in value)), []
     else:
-        yield LLMatcher.grammar_from_lark(_lark(value)), []
+        yield LLMatcher.grammar_from_lark(_lark(named, value)), []
 
 
-def _lark(grammar: str) -> str:
-    return gbnf_to_lark(grammar) if "::=" in grammar else grammar
+def _lark(named: Callable[[str], str], grammar: str) -> str:
+    return gbnf_to_lark(grammar) if "::=" in grammar else named(grammar)
 
 
 def _unchanged(schema: Any) -> Any:
@@ -72,25 +75,25 @@ def _schema(value: Any, close) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(_lenient(close(value))))
 
 
-def _tags(literal, value: dict, close) -> str:
+def _tags(literal, named, value: dict, close) -> str:
     def schema(value: Any) -> str:
         return f"%json {json.dumps(_lenient(close(value)))}"
 
-    return structural_tag_grammar(value, schema, _lark, literal)
+    return structural_tag_grammar(value, schema, partial(_lark, named), literal)
 
 
-def _calls(value: dict, close) -> str:
+def _calls(literal, value: dict, close) -> str:
     """The grammar of tool calls, with whitespace as Qwen writes it.
 
     Args:
+        literal: As of `sources`.
         value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``syntax`` (as `Serving.call_syntax`),
-            ``start`` and ``end`` (the tags around a call, in Lark), ``optional`` (whether text around calls, and no
-            call, are allowed).
+            ``optional`` (whether text around calls, and no call, are allowed).
         close: Transforms each tool's schema.
     """
     rules, names, is_bare = [], [], value["syntax"] == "bare"
     for i, tool in enumerate(value["tools"]):
-        schema = close(tool.get("parameters") or {"type": "object"})
+        schema = close({"type": "object"} | (tool.get("parameters") or {}))
         names.append(f"call_{i}")
         if value["syntax"] == "xml":
             rules += _xml_call(f"call_{i}", tool["name"], schema)
@@ -102,7 +105,8 @@ def _calls(value: dict, close) -> str:
     between = json.dumps("; " if is_bare else "\n")
     calls = f"one ({between} one){{0,{value['most'] - 1}}}" if value["most"] > 1 else "one"
     any_call = " | ".join(names)
-    one = f"one: {any_call}" if is_bare else f'one: {value["start"]} "\\n" ({any_call}) "\\n" {value["end"]}'
+    start, end = (" ".join(literal(tag)) for tag in (f"{START}\n", f"\n{END}"))
+    one = f"one: {any_call}" if is_bare else f"one: {start} ({any_call}) {end}"
     if value.get("optional") and is_bare:
         calls = f"TEXT | {calls}"
         rules.append(r"TEXT: /(?s:[^{].*)/")

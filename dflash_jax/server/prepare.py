@@ -249,6 +249,13 @@ def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: 
     return "possible" if open_thought(prompt, encode(OPEN), encode(CLOSE)) is None else "open"
 
 
+def openings(serving: Serving, thought: str) -> tuple[int, ...]:
+    """The tokens with which a text that has a form may begin a thought; ``thought`` as of `sequences`."""
+    tokenizer = serving.llm.tokenizer
+    tag = tuple(tokenizer.encode_plain(OPEN)) if tokenizer is not None and thought == "possible" else ()
+    return tag if len(tag) == 1 else ()
+
+
 def check_stream(serving: Serving, body: schema.OpenAiSampling) -> None:
     """Checks fields that only a stream can have.
 

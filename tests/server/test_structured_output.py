@@ -121,3 +121,28 @@ def test_whitespace_of_json_is_bounded(quiet, llm, form):
     assert re.search(r"\s{32}", texts[0])
     if form["json_schema"] is CITY:
         assert set(json.loads(texts[0])) == {"name", "population"}
+
+
+ADDED = ["<think>", "<think>a</think>b", "</think> x <tool_call>", "a <tool_call>\n<function", "a<|im_end|>b"]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("text", ADDED)
+def test_a_form_with_the_text_of_an_added_token_gives_that_text(quiet, text, thinking):
+    """It neither begins nor ends a thought, nor a call, after a thought or without one, with drafts or without."""
+    body = {"temperature": 0.8, "seed": 3, "max_tokens": 400, "chat_template_kwargs": {"enable_thinking": thinking}}
+    quoted, tools = json.dumps(text), {"tools": [TOOL], "tool_choice": "auto"}
+    for form, right in (
+        ({"guided_choice": [text]}, text),
+        ({"guided_json": {"const": text}, "thinking_token_budget": 4}, quoted),
+        ({"grammar": f"start: {quoted}", **tools}, text),
+    ):
+        for width in (1, 8):
+            choice = quiet.chat(**body, **form, block_size=width)["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (right, "stop")
+            assert bool(choice["message"]["reasoning_content"]) is thinking
+            with quiet.http.stream(
+                "POST", "/v1/chat/completions", json=body | form | {"messages": MESSAGES, "stream": True}
+            ) as answer:
+                chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+            assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == right
