@@ -43,11 +43,13 @@ class Form(msgspec.Struct, array_like=True, frozen=True):
             "calls".
         value: Its value as JSON; its type depends on the kind.
         field: The request's field, for errors.
+        blanks: Regular expression of the blanks between two tokens of JSON, "" for none; None: the default.
     """
 
     kind: str
     value: str
     field: str
+    blanks: str | None = None
 
     @classmethod
     def of(cls, kind: str, value: Any, field: str) -> "Form":

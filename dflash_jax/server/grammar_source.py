@@ -6,7 +6,7 @@ and ambiguous.
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher
@@ -27,66 +27,79 @@ _LISTS = ("items", "prefixItems")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def sources(
-    kind: str, value: Any, literal: Callable[[str], list[str]], named: Callable[[str], str]
-) -> Iterator[tuple[str, list[str]]]:
+@dataclass(frozen=True)
+class Notation:
+    """How parts of forms are written for llguidance.
+
+    Attributes:
+        literal: Writes a text in Lark: strings, and added tokens that it has as "<[id]>".
+        named: Writes the names of tokens in Lark as llguidance knows them.
+        blanks: As of a `Form`.
+    """
+
+    literal: Callable[[str], list[str]]
+    named: Callable[[str], str]
+    blanks: str | None = None
+
+    def lark(self, grammar: str) -> str:
+        """A grammar of either notation in Lark."""
+        return gbnf_to_lark(grammar) if "::=" in grammar else self.named(grammar)
+
+    def json(self, schema: Any) -> str:
+        """The schema as JSON for llguidance, which warns of what it cannot enforce. Blanks are bounded."""
+        if schema is True:
+            schema = {}
+        if isinstance(schema, dict):
+            given = schema.get("x-guidance")
+            options = given if isinstance(given, dict) else {}
+            pattern = WHITESPACE if self.blanks is None else self.blanks
+            blanks = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+            schema = schema | {"x-guidance": blanks | options | {"lenient": True}}
+        return json.dumps(schema)
+
+
+def sources(kind: str, value: Any, notation: Notation) -> Iterator[tuple[str, list[str]]]:
     """Yields (grammar, what it does not enforce), in the order in which to try them.
 
     Args:
         kind: Of a `Form`.
         value: Of a `Form`, parsed.
-        literal: Writes a text in Lark, as `structural_tag` needs it.
-        named: Writes the names of tokens in Lark as llguidance knows them.
+        notation: How its parts are written.
     """
-    if kind in ("schema", "calls", "structural_tag"):
-        build = {"schema": _schema, "calls": partial(_calls, literal)}.get(kind) or partial(_tags, literal, named)
+    build = {"schema": _schema, "calls": _calls, "structural_tag": _tags}.get(kind)
+    if build is not None:
         for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
-            yield build(value, close), notes
+            yield build(notation, value, close), notes
     elif kind == "json":
-        yield _schema({"type": "object"}, _unchanged), []
+        yield _schema(notation, {"type": "object"}, _unchanged), []
     elif kind == "regex":
         yield LLMatcher.grammar_from_regex(value), []
     elif kind == "choice":
         yield LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in value)), []
     else:
-        yield LLMatcher.grammar_from_lark(_lark(named, value)), []
-
-
-def _lark(named: Callable[[str], str], grammar: str) -> str:
-    return gbnf_to_lark(grammar) if "::=" in grammar else named(grammar)
+        yield LLMatcher.grammar_from_lark(notation.lark(value)), []
 
 
 def _unchanged(schema: Any) -> Any:
     return schema
 
 
-def _lenient(schema: Any) -> Any:
-    """The schema with bounded whitespace, and with a warning instead of an error for what llguidance cannot enforce."""
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        return schema
-    options = schema.get("x-guidance")
-    options = options if isinstance(options, dict) else {}
-    return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE} | options | {"lenient": True}}
+def _schema(notation: Notation, value: Any, close) -> str:
+    return LLMatcher.grammar_from_json_schema(notation.json(close(value)))
 
 
-def _schema(value: Any, close) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(_lenient(close(value))))
-
-
-def _tags(literal, named, value: dict, close) -> str:
+def _tags(notation: Notation, value: dict, close) -> str:
     def schema(value: Any) -> str:
-        return f"%json {json.dumps(_lenient(close(value)))}"
+        return f"%json {notation.json(close(value))}"
 
-    return structural_tag_grammar(value, schema, partial(_lark, named), literal)
+    return structural_tag_grammar(value, schema, notation.lark, notation.literal)
 
 
-def _calls(literal, value: dict, close) -> str:
+def _calls(notation: Notation, value: dict, close) -> str:
     """The grammar of tool calls, with whitespace as Qwen writes it.
 
     Args:
-        literal: As of `sources`.
+        notation: As of `sources`.
         value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``syntax`` (as `Serving.call_syntax`),
             ``optional`` (whether text around calls, and no call, are allowed).
         close: Transforms each tool's schema.
@@ -96,16 +109,16 @@ def _calls(literal, value: dict, close) -> str:
         schema = close({"type": "object"} | (tool.get("parameters") or {}))
         names.append(f"call_{i}")
         if value["syntax"] == "xml":
-            rules += _xml_call(f"call_{i}", tool["name"], schema)
+            rules += _xml_call(notation, f"call_{i}", tool["name"], schema)
         else:
             key = "parameters" if is_bare else "arguments"
             head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{key}": ')
-            arguments = f"arguments_{i}: %json {json.dumps(_lenient(schema))}"
+            arguments = f"arguments_{i}: %json {notation.json(schema)}"
             rules.append(f'call_{i}: {head} arguments_{i} "}}"\n{arguments}')
     between = json.dumps("; " if is_bare else "\n")
     calls = f"one ({between} one){{0,{value['most'] - 1}}}" if value["most"] > 1 else "one"
     any_call = " | ".join(names)
-    start, end = (" ".join(literal(tag)) for tag in (f"{START}\n", f"\n{END}"))
+    start, end = (" ".join(notation.literal(tag)) for tag in (f"{START}\n", f"\n{END}"))
     one = f"one: {any_call}" if is_bare else f"one: {start} ({any_call}) {end}"
     if value.get("optional") and is_bare:
         calls = f"TEXT | {calls}"
@@ -116,7 +129,7 @@ def _calls(literal, value: dict, close) -> str:
     return LLMatcher.grammar_from_lark("\n".join([f"start: {calls}", one, *rules]))
 
 
-def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
+def _xml_call(notation: Notation, rule: str, name: str, schema: dict) -> list[str]:
     """The rules of one call. Parameters are in the schema's order; those that are not required are optional."""
     required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
     for j, (key, parameter) in enumerate((schema.get("properties") or {}).items()):
@@ -130,7 +143,7 @@ def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
             choices = [json.dumps(as_text(choice)) for choice in kinds.values]
             if kinds.types or not choices:
                 shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-                rules.append(f"{value}_json: %json {json.dumps(_lenient(shared | parameter))}")
+                rules.append(f"{value}_json: %json {notation.json(shared | parameter)}")
                 choices.append(f"{value}_json")
             rules.append(f"{value}: {' | '.join(choices)}")
         part = f"{begin} {value} {closing}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from dflash_jax.errors import InputError
-from dflash_jax.server.grammar_source import sources
+from dflash_jax.server.grammar_source import Notation, sources
 
 # A row of the parser has an entry for each alternative: thousands of choices are allowed, and take microseconds each.
 # The limits of the process stop steps that take too long.
@@ -84,7 +84,7 @@ class GrammarTokens:
         """The mask of the tokens that end a text."""
         return self.bits(self.stop_ids).to_bytes(self.mask_bytes, "little")
 
-    def matcher(self, kind: str, value, field: str) -> tuple[LLMatcher, list[str]]:
+    def matcher(self, kind: str, value, field: str, blanks: str | None = None) -> tuple[LLMatcher, list[str]]:
         """Compiles a `Form`, whose value is parsed.
 
         Returns:
@@ -93,9 +93,9 @@ class GrammarTokens:
         Raises:
             InputError: The form is invalid; the message names ``field``.
         """
-        error = ""
+        error, notation = "", Notation(self._vocabulary.literal, self._vocabulary.lark, blanks)
         try:
-            for source, notes in sources(kind, value, self._vocabulary.literal, self._vocabulary.lark):
+            for source, notes in sources(kind, value, notation):
                 matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
                 if not matcher.is_error():
                     return matcher, notes + [_line(note) for note in matcher.get_grammar_warnings()]

@@ -50,7 +50,8 @@ def _compile(tokens: GrammarTokens, frames: Frames) -> None:
     limit_memory(request["memory_bytes"])
     limit_seconds(request["compile_s"])
     try:
-        matcher, notes = tokens.matcher(request["kind"], json.loads(request["value"]), request["field"])
+        value = json.loads(request["value"])
+        matcher, notes = tokens.matcher(request["kind"], value, request["field"], request["blanks"])
         # The first mask costs more than all others, and is the same for all sequences.
         tokens.mask(matcher)
     except (InputError, MemoryError) as e:

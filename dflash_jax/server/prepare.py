@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec.structs import astuple
 
@@ -168,6 +169,20 @@ FORM_FIELDS = {
 }
 NESTED_FIELDS = {"regex": "regex", "grammar": "grammar", "json": "schema", "choice": "choice", "json_object": "json"}
 NESTED_FIELDS["structural_tag"] = "structural_tag"
+# What is no form. Objects are closed in any case, and there is one implementation.
+NESTED_OPTIONS = frozenset(
+    (
+        "disable_any_whitespace",
+        "whitespace_pattern",
+        "disable_additional_properties",
+        "disable_fallback",
+        "backend",
+        "_backend",
+        "_backend_was_auto",
+    )
+)
+# Characters of the pattern of blanks.
+MOST_PATTERN = 1024
 # The types of a form's value; of other kinds it may have any.
 FORM_TYPES = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
 
@@ -192,8 +207,11 @@ def form_of(body) -> Form | None:
         asked.append((kind, answer.model_dump(by_alias=True, exclude_none=True), "response_format"))
     elif kind != "text":
         raise ApiError(400, f"response_format.type {kind}: use the field {kind}", "response_format.type")
-    for name, value in (getattr(body, "structured_outputs", None) or {}).items():
+    nested = getattr(body, "structured_outputs", None) or {}
+    for name, value in nested.items():
         field = f"structured_outputs.{name}"
+        if name in NESTED_OPTIONS:
+            continue
         if name not in NESTED_FIELDS:
             raise ApiError(400, f"{field} is not supported", field)
         if value not in (None, False):
@@ -203,7 +221,26 @@ def form_of(body) -> Form | None:
     if len(asked) > 1:
         names = " and ".join(field for _, _, field in asked)
         raise ApiError(400, f"{names} each ask for a form of the text: give one of them", asked[1][2])
-    return checked_form(*asked[0]) if asked else None
+    return msgspec.structs.replace(checked_form(*asked[0]), blanks=_blanks(body, nested)) if asked else None
+
+
+def _blanks(body, nested: dict[str, Any]) -> str | None:
+    """The blanks that a request's fields ask for, as of a `Form`.
+
+    Raises:
+        ApiError: One has a wrong type.
+    """
+    patterns = {
+        "guided_whitespace_pattern": getattr(body, "guided_whitespace_pattern", None),
+        "structured_outputs.whitespace_pattern": nested.get("whitespace_pattern"),
+    }
+    for field, pattern in patterns.items():
+        if not isinstance(pattern, str | None) or len(pattern or "") > MOST_PATTERN:
+            raise ApiError(400, f"{field} must be text of at most {MOST_PATTERN} characters", field)
+    if not isinstance(is_compact := nested.get("disable_any_whitespace"), bool | None):
+        field = "structured_outputs.disable_any_whitespace"
+        raise ApiError(400, f"{field} must be true or false", field)
+    return "" if is_compact else next((each for each in patterns.values() if each is not None), None)
 
 
 def checked_form(kind: str, value: Any, field: str) -> Form:
@@ -287,6 +324,8 @@ async def compiled(serving: Serving, form: Form | None) -> Form | None:
         return None
     if serving.llm.tokenizer is None or serving.llm.tokenizer.file is None:
         raise ApiError(400, f"{form.field} needs a tokenizer.json, and this checkpoint has none", form.field)
+    if form.blanks is None:
+        form = msgspec.structs.replace(form, blanks=serving.json_blanks)
     try:
         notes = await serving.engine.compile(form)
     except InputError as e:

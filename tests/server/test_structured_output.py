@@ -123,6 +123,37 @@ def test_whitespace_of_json_is_bounded(quiet, llm, form):
         assert set(json.loads(texts[0])) == {"name", "population"}
 
 
+FIELDS = [
+    ({"structured_outputs": {"json": CITY, "disable_any_whitespace": True}}, ""),
+    ({"structured_outputs": {"json": CITY, "whitespace_pattern": "", "disable_additional_properties": False}}, ""),
+    ({"guided_json": CITY, "guided_whitespace_pattern": "[ ]{0,2}"}, " "),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}}, ""),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": CITY}}], "tool_choice": "required"}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "blanks"), FIELDS)
+def test_blanks_of_json_are_those_that_the_request_or_the_server_asks_for(quiet, llm, monkeypatch, fields, blanks):
+    biases = {str(ids[0]): 40 for ids in map(llm.encode, (" ", "\n", "\t")) if len(ids) == 1}
+    body = {"temperature": 0, "max_tokens": 300, "logit_bias": biases, "chat_template_kwargs": OFF} | fields
+    if blanks is None:
+        monkeypatch.setattr(quiet.serving, "json_blanks", "")
+        monkeypatch.setattr(quiet.serving, "call_syntax", "json")
+    message = quiet.chat(**body)["choices"][0]["message"]
+    text = message["content"] or message["tool_calls"][0]["function"]["arguments"]
+    found = set("".join(re.findall(r"\s+", re.sub(r'"(\\.|[^"\\])*"?', "", text))))
+    # A member of arguments is read on its own.
+    assert found <= set(" " if blanks is None else blanks)
+    assert blanks != " " or found
+
+
+def test_wrong_fields_of_blanks_are_named(quiet):
+    for name, value in (("whitespace_pattern", 1), ("whitespace_pattern", "x" * 2000), ("disable_any_whitespace", "x")):
+        wrong = {"structured_outputs": {"json": CITY, name: value}}
+        found = quiet.post("/v1/chat/completions", messages=MESSAGES, **wrong)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, f"structured_outputs.{name}")
+
+
 ADDED = ["<think>", "<think>a</think>b", "</think> x <tool_call>", "a <tool_call>\n<function", "a<|im_end|>b"]
 
 
