@@ -148,6 +148,9 @@ class ServeOptions(LLMOptions, CommandOptions):
         "shows)",
         choices=tuple(REASONING_PARSERS),
     )
+    require_answer: bool = _answers(
+        False, "no chat ends inside its thought or without a text or call; a request's own field goes first"
+    )
     json_whitespace: str | None = _answers(
         None,
         "regular expression of blanks between two tokens of JSON that has a form, '' for none (default: at most 64); a "

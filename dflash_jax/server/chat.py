@@ -113,6 +113,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
         "form": await prepare.compiled(serving, form or calls),
         "thought": talk.thought,
         "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
+        "requires_answer": serving.requires_answer if body.require_answer is None else body.require_answer,
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt or "",
         "records_drafts": body.return_proposals,

@@ -189,6 +189,8 @@ class ChatRequest(OpenAiSampling, Templated):
     # The second name is Qwen's.
     thinking_token_budget: ThinkingBudget = None
     thinking_budget: ThinkingBudget = None
+    # Whether no text ends inside its thought, or without an answer; None: as the server does.
+    require_answer: bool | None = None
     # SGLang's and vLLM's fields for showing reasoning.
     separate_reasoning: bool = True
     stream_reasoning: bool = True

@@ -118,6 +118,7 @@ class MessagesRequest(CountTokensRequest):
     # The same as in chat requests.
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     block_size: int | Literal["auto"] | None = None
+    require_answer: bool | None = None
 
 
 BLOCKS = {
@@ -288,7 +289,7 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
             name = "thinking.budget_tokens"
             raise ApiError(400, f"{name} belongs to thinking.type enabled, and must be given with it", name)
     if isinstance(body, MessagesRequest):
-        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "block_size")
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "block_size", "require_answer")
         fields |= {name: getattr(body, name) for name in same} | {"stop": body.stop_sequences or None}
     if output is not None:
         fields["reasoning_effort"] = output.effort

@@ -24,7 +24,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.tools import FirstCall
+from dflash_jax.server.tools import END, FirstCall
 
 SEEDS = 2**32
 FIELDS = frozenset(each.name for each in fields(SamplingParams))
@@ -343,6 +343,7 @@ async def sequences(
     *,
     block_size: BlockSize | None = None,
     budget: int | None = None,
+    requires_answer: bool = False,
     media: PlacedMedia | None = None,
     **fields,
 ) -> list[RemoteSequence]:
@@ -357,6 +358,7 @@ async def sequences(
         n: Choices.
         block_size: Most tokens of a round, or "auto"; None: the server's.
         budget: Most tokens of the thought, those in the prompt after the opening tag included.
+        requires_answer: Whether no text ends inside its thought, or without an answer.
         media: Images and videos of the prompt.
         **fields: Further fields of `protocol.Prompt`.
 
@@ -374,12 +376,17 @@ async def sequences(
         serving.llm.block_size if block_size is None else block_size,
         **fields,
     )
-    if budget is not None and prompt.thought != "none" and serving.llm.tokenizer is not None:
+    has_budget = budget is not None and prompt.thought != "none"
+    if (has_budget or requires_answer) and serving.llm.tokenizer is not None:
         encode, is_open = serving.llm.tokenizer.encode_plain, prompt.thought == "open"
         blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
         # As in vLLM and SGLang, the part of the thought in the prompt counts.
         used = (open_thought(ids, *tags) or 0) if is_open else 0
-        prompt.budget = ThinkingBudget(max(0, budget - used), *tags, is_open, blank)
+        left = max(0, budget - used) if budget is not None and has_budget else None
+        # The grammar of a form says itself where its text may end.
+        needs, call_end = requires_answer and prompt.form is None, tuple(encode(END))
+        answers = call_end if len(call_end) == 1 else ()
+        prompt.budget = ThinkingBudget(left, *tags, is_open, blank, requires_answer, needs, answers)
     if media is not None:
         prompt.media, prompt.preparation = media.prompt, media.seconds
     prepared, first_seed = [], params.seed or 0

@@ -107,10 +107,11 @@ class ResponsesRequest(schema.SharedFields):
     previous_response_id: str | None = Field(None, max_length=128)
     include: Items[str] | None = None
     chat_template_kwargs: Json | None = None
+    require_answer: bool | None = None
 
 
 # Fields with the same name and meaning in a chat request.
-AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "require_answer")
 
 
 # The argument of a custom tool, and what joins the names of a namespace and of its function.
