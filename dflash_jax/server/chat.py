@@ -39,8 +39,10 @@ def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> 
     Raises:
         ApiError: A tool is missing, or structured output is not available.
     """
-    choice, tools = body.tool_choice, [t.function.model_dump(exclude_none=True) for t in body.tools or ()]
-    if choice in (None, "none", "auto"):
+    choice, tools = body.tool_choice, [_called(tool, syntax) for tool in body.tools or ()]
+    if choice in (None, "auto"):
+        return inputs_form(serving, [tool for tool in tools if "grammar" in tool], syntax)
+    if choice == "none":
         return None
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
@@ -55,6 +57,26 @@ def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> 
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
     calls = {"tools": tools, "most": 8 if several else 1, "syntax": syntax}
     return prepare.checked_form("calls", calls | {"optional": not body.must_call}, "tools")
+
+
+def _called(tool: chat_schema.Tool, syntax: str) -> dict:
+    """A tool as the form of its calls has it. Notes say which grammar the syntax cannot keep."""
+    function, grammar = tool.function.model_dump(exclude_none=True), tool.custom.grammar if tool.custom else None
+    if grammar is not None and syntax != "xml" and grammar["syntax"] == "lark":
+        current().note(f"tools: the grammar of {tool.function.name} is not enforced, since calls are JSON")
+        grammar = None
+    return function if grammar is None else function | {"grammar": grammar}
+
+
+def inputs_form(serving: Serving, tools: list[dict], syntax: str) -> Form | None:
+    """The form of a free text whose calls of custom ``tools`` keep their grammars; None without such tools."""
+    if not tools:
+        return None
+    if serving.llm.tokenizer is None or serving.llm.tokenizer.file is None or not serving.hello.has_masks:
+        current().note("tools: grammars are not enforced, since this server has no structured output")
+        return None
+    kept = [{name: tool[name] for name in ("name", "parameters", "grammar")} for tool in tools]
+    return prepare.checked_form("inputs", {"tools": kept, "syntax": syntax}, "tools")
 
 
 def _named(tools: list[dict], names: Sequence[str], where: str) -> list[dict]:
@@ -98,9 +120,12 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     talk.echoed = text_of(last.content, f"messages[{place}]") if body.echo and last.role == "assistant" else ""
     most = serving.check_room(talk.prompt, most, "messages")
     form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
+    if form and calls and calls.kind == "inputs":
+        # A text with a form of its own has no calls.
+        calls = None
     if form and calls:
         raise ApiError(400, f"{form.field} and tool_choice each ask for a form: give one of them", form.field)
-    if form or calls:
+    if (form or calls) and (calls is None or calls.begins):
         # The grammar begins with the text, or after the thought that a token opens.
         talk.openings = prepare.openings(serving, talk.thought)
     talk.is_forced = body.must_call

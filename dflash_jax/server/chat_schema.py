@@ -5,7 +5,7 @@ Requests to other interfaces are converted to them.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
 from dflash_jax.server.schema_base import (
@@ -20,6 +20,7 @@ from dflash_jax.server.schema_base import (
     neutral_table,
     wrong,
 )
+from dflash_jax.server.tools import INPUT
 
 # Fields of a message without effect.
 NEUTRAL = neutral_table("message")
@@ -37,11 +38,74 @@ class Function(Lenient):
     strict: bool | None = None
 
 
+class InputGrammar(Lenient):
+    """What the input of a custom tool follows."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
+
+
+class InputFormat(Lenient):
+    """The form of a custom tool's input: a grammar, of its own in chats, flat in responses, or any text."""
+
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "grammar" and given.get("grammar") is None:
+            given = given | {"grammar": {name: given[name] for name in ("syntax", "definition") if name in given}}
+        return given
+
+
+class CustomTool(Function):
+    """A custom tool: its one argument is a text."""
+
+    format: InputFormat | None = None
+
+    @property
+    def grammar(self) -> Json | None:
+        """What its input follows; None for any text."""
+        has_one = self.format is not None and self.format.type == "grammar" and self.format.grammar is not None
+        return self.format.grammar.model_dump() if has_one else None
+
+    def as_function(self) -> Json:
+        """The function as which models know it."""
+        described, grammar = self.description or "", self.grammar
+        if grammar is not None:
+            described += f"\n\nThe {INPUT} has this form ({grammar['syntax']}):\n{grammar['definition']}"
+        parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+        return {"name": self.name, "description": described, "parameters": parameters}
+
+
 class Tool(Lenient):
-    """A tool."""
+    """A function, or a custom tool with the function as which models know it."""
 
     type: Literal["function"]
     function: Function
+    custom: CustomTool | None = Field(None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _converted(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "custom":
+            custom = checked_custom(given.get("custom"))
+            return {"type": "function", "function": custom.as_function(), "custom": custom}
+        return given | {"custom": None} if isinstance(given, dict) else given
+
+
+def checked_custom(given: Any) -> CustomTool:
+    """A custom tool of a request.
+
+    Raises:
+        PydanticCustomError: It is invalid.
+    """
+    try:
+        return CustomTool.model_validate(given)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise wrong(".".join(map(str, ("custom", *first["loc"]))), first["msg"]) from None
 
 
 class FunctionName(Strict):
@@ -53,8 +117,15 @@ class FunctionName(Strict):
 class NamedTool(Strict):
     """A tool by its name."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _converted(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "custom" and "custom" in given:
+            return {"type": "custom", "function": given["custom"]}
+        return given
 
 
 class AllowedTools(Strict):
@@ -84,12 +155,21 @@ class CalledFunction(Lenient):
 
 
 class Call(Lenient):
-    """A tool call."""
+    """A tool call. One of a custom tool is read as one of a function."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _converted(cls, given: Any) -> Any:
+        custom = given.get("custom") if isinstance(given, dict) and given.get("type") == "custom" else None
+        if isinstance(given, dict) and isinstance(custom, dict):
+            function = {"name": custom.get("name"), "arguments": {INPUT: custom.get("input") or ""}}
+            return given | {"type": "function", "function": function}
+        return given
 
 
 class Part(Open):

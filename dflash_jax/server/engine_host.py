@@ -519,6 +519,7 @@ class FrontConnection:
                 params,
                 prompt.block_size,
                 mask=mask,
+                must_end=prompt.form is not None and prompt.form.begins,
                 budget=prompt.budget,
                 records_drafts=prompt.records_drafts,
                 ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),

@@ -14,7 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.server.structural_tag import structural_tag_grammar
 from dflash_jax.server.tool_values import as_text, kinds_of
-from dflash_jax.server.tools import END, START
+from dflash_jax.server.tools import END, INPUT, START
 
 # Whitespace between two tokens of JSON. It is bounded because small models tend to write endless line breaks.
 WHITESPACE = r"[ \t\n\r]{0,64}"
@@ -66,7 +66,7 @@ def sources(kind: str, value: Any, notation: Notation) -> Iterator[tuple[str, li
         value: Of a `Form`, parsed.
         notation: How its parts are written.
     """
-    build = {"schema": _schema, "calls": _calls, "structural_tag": _tags}.get(kind)
+    build = {"schema": _schema, "calls": _calls, "inputs": _inputs, "structural_tag": _tags}.get(kind)
     if build is not None:
         for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
             yield build(notation, value, close), notes
@@ -101,41 +101,85 @@ def _calls(notation: Notation, value: dict, close) -> str:
     Args:
         notation: As of `sources`.
         value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``syntax`` (as `Serving.call_syntax`),
-            ``optional`` (whether text around calls, and no call, are allowed).
+            ``optional`` (whether text around calls, and no call, are allowed). A custom tool has its input's
+            ``grammar``: its syntax, "lark" or "regex", and definition.
         close: Transforms each tool's schema.
     """
-    rules, names, is_bare = [], [], value["syntax"] == "bare"
+    rules, grammars, syntax = [], [], value["syntax"]
     for i, tool in enumerate(value["tools"]):
-        schema = close({"type": "object"} | (tool.get("parameters") or {}))
-        names.append(f"call_{i}")
-        if value["syntax"] == "xml":
-            rules += _xml_call(notation, f"call_{i}", tool["name"], schema)
+        schema, grammar = close({"type": "object"} | (tool.get("parameters") or {})), tool.get("grammar")
+        if syntax == "xml":
+            rules += _xml_call(notation, f"call_{i}", tool["name"], schema, f"@input_{i}" if grammar else None)
+            if grammar:
+                grammars.append(_input(notation, grammar) | {"name": f"input_{i}"})
         else:
-            key = "parameters" if is_bare else "arguments"
-            head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{key}": ')
-            arguments = f"arguments_{i}: %json {notation.json(schema)}"
-            rules.append(f'call_{i}: {head} arguments_{i} "}}"\n{arguments}')
-    between = json.dumps("; " if is_bare else "\n")
-    calls = f"one ({between} one){{0,{value['most'] - 1}}}" if value["most"] > 1 else "one"
-    any_call = " | ".join(names)
+            if grammar:
+                schema |= {"properties": {INPUT: {"type": "string", "pattern": f"^(?:{grammar['definition']})$"}}}
+            rules += [f'call_{i}: {json.dumps(_head(tool["name"], syntax))} call_{i}_json "}}"']
+            rules += [f"call_{i}_json: %json {notation.json(schema)}"]
+    start = _around(notation, value, " | ".join(f"call_{i}" for i in range(len(value["tools"]))))
+    main = {"name": "calls", "lark_grammar": "\n".join([*start, *rules])}
+    return json.dumps({"grammars": [main, *grammars]})
+
+
+def _around(notation: Notation, value: dict, call: str) -> list[str]:
+    """The rules of what is around calls; ``call`` is any one."""
+    is_bare, most = value["syntax"] == "bare", value["most"]
+    if value.get("in_text"):
+        # The matcher begins where a call does, and ends with the input.
+        return [f"start: ({call}) REST", "REST: /(?s:.*)/"]
     start, end = (" ".join(notation.literal(tag)) for tag in (f"{START}\n", f"\n{END}"))
-    one = f"one: {any_call}" if is_bare else f"one: {start} ({any_call}) {end}"
+    one = f"one: {call}" if is_bare else f"one: {start} ({call}) {end}"
+    between = json.dumps("; " if is_bare else "\n")
+    calls = f"one ({between} one){{0,{most - 1}}}" if most > 1 else "one"
     if value.get("optional") and is_bare:
-        calls = f"TEXT | {calls}"
-        rules.append(r"TEXT: /(?s:[^{].*)/")
-    elif value.get("optional"):
-        calls = f"TEXT? (one TEXT?){{0,{value['most']}}}"
-        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){START}(?s:.*)/")
-    return LLMatcher.grammar_from_lark("\n".join([f"start: {calls}", one, *rules]))
+        return [f"start: TEXT | {calls}", one, r"TEXT: /(?s:[^{].*)/"]
+    if value.get("optional"):
+        text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){START}(?s:.*)/"
+        return [f"start: TEXT? (one TEXT?){{0,{most}}}", one, text]
+    return [f"start: {calls}", one]
 
 
-def _xml_call(notation: Notation, rule: str, name: str, schema: dict) -> list[str]:
-    """The rules of one call. Parameters are in the schema's order; those that are not required are optional."""
+def _inputs(notation: Notation, value: dict, close) -> str:
+    """The grammar of a call of any of the tools, wherever it is in a text."""
+    return _calls(notation, value | {"most": 1, "in_text": True}, close)
+
+
+def input_source(notation: Notation, grammar: dict) -> str:
+    """The grammar of a custom tool's input alone."""
+    return json.dumps({"grammars": [_input(notation, grammar)]})
+
+
+def openings(kind: str, value: Any) -> list[str]:
+    """What the calls begin with that have the grammars of a form of the kind "inputs"; none for other kinds."""
+    return [_head(tool["name"], value["syntax"]) for tool in value["tools"]] if kind == "inputs" else []
+
+
+def _head(name: str, syntax: str) -> str:
+    """What a call of a tool begins with."""
+    key = "parameters" if syntax == "bare" else "arguments"
+    return f"<function={name}>\n" if syntax == "xml" else f'{{"name": {json.dumps(name)}, "{key}": '
+
+
+def _input(notation: Notation, grammar: dict) -> dict:
+    """The grammar of a custom tool's input."""
+    if grammar["syntax"] == "regex":
+        return json.loads(LLMatcher.grammar_from_regex(grammar["definition"]))["grammars"][0]
+    return {"lark_grammar": notation.lark(grammar["definition"])}
+
+
+def _xml_call(notation: Notation, rule: str, name: str, schema: dict, grammar: str | None = None) -> list[str]:
+    """The rules of one call. Parameters are in the schema's order; those that are not required are optional.
+
+    ``grammar``: names the grammar of the one parameter of a custom tool.
+    """
     required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
     for j, (key, parameter) in enumerate((schema.get("properties") or {}).items()):
         kinds, value = kinds_of(parameter, schema), f"{rule}_{j}"
         begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
-        if kinds.has_text:
+        if grammar is not None:
+            rules.append(f"{value}: {grammar}")
+        elif kinds.has_text:
             # Free text reaches to the end of the parameter.
             rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
             closing = ""
@@ -148,7 +192,7 @@ def _xml_call(notation: Notation, rule: str, name: str, schema: dict) -> list[st
             rules.append(f"{value}: {' | '.join(choices)}")
         part = f"{begin} {value} {closing}"
         parts.append(part if key in required else f"({part})?")
-    opening, ending = json.dumps(f"<function={name}>\n"), json.dumps("</function>")
+    opening, ending = json.dumps(_head(name, "xml")), json.dumps("</function>")
     return [f"{rule}: {opening} {' '.join(parts)} {ending}", *rules]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from dflash_jax.errors import InputError
-from dflash_jax.server.grammar_source import Notation, sources
+from dflash_jax.server.grammar_source import Notation, input_source, sources
 
 # A row of the parser has an entry for each alternative: thousands of choices are allowed, and take microseconds each.
 # The limits of the process stop steps that take too long.
@@ -74,6 +74,16 @@ class GrammarTokens:
         """A mask of some tokens, as an integer whose little-endian bytes are the mask."""
         return sum(1 << i for i in set(ids))
 
+    def ids(self, text: bytes) -> list[int]:
+        """Tokens that spell a text."""
+        return self._tokenizer.tokenize_bytes(text)
+
+    @cached_property
+    def spellings(self) -> list[bytes]:
+        """The text of each token; of one that is not spelt, what no text has."""
+        tokenizer = self._tokenizer
+        return [b"\xff" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in range(self.vocab)]
+
     @cached_property
     def anything(self) -> bytes:
         """The mask of all tokens."""
@@ -102,7 +112,20 @@ class GrammarTokens:
                 error = error or _line(matcher.get_error())
         except Exception as e:  # the library may raise any error for text from outside
             error = error or _line(e)
-        raise InputError(f"{field}: {error}")
+        raise InputError(f"{field}: {self._faulty_tool(kind, value, notation)}{error}")
+
+    def _faulty_tool(self, kind: str, value, notation: Notation) -> str:
+        """Names the custom tool whose grammar is invalid, if that is so."""
+        for tool in value["tools"] if kind in ("calls", "inputs") else ():
+            try:
+                source = input_source(notation, tool["grammar"]) if "grammar" in tool else None
+                if source and not LLMatcher(self._tokenizer, source, log_level=0).is_error():
+                    continue
+            except Exception:  # as above
+                source = "invalid"
+            if source:
+                return f"the grammar of the tool {tool['name']!r}: "
+        return ""
 
     def mask(self, matcher: LLMatcher) -> bytes:
         """The mask of the tokens that ``matcher`` allows next.
@@ -200,6 +223,13 @@ def _line(error: object) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def refusal(matcher: LLMatcher, token: int) -> InputError:
+    """The error of a matcher that does not take a token."""
+    if matcher.is_error():
+        return InputError(f"the text's form cannot be kept any longer: {_line(matcher.get_error())}")
+    return InputError(f"the text's form cannot be kept: its grammar refuses token {token}")
+
+
 class GrammarWalk:
     """The state of a sequence in its grammar.
 
@@ -249,10 +279,8 @@ class GrammarWalk:
             return "over", tail, 0
         if not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]):
             return "grammar", tail, 1
-        if self.matcher.is_error():
-            raise InputError(f"the text's form cannot be kept any longer: {_line(self.matcher.get_error())}")
-        if token not in self.tokens.stop_ids:
-            raise InputError(f"the text's form cannot be kept: its grammar refuses token {token}")
+        if self.matcher.is_error() or token not in self.tokens.stop_ids:
+            raise refusal(self.matcher, token)
         return "over", tail, 0
 
     def _blank_ids(self, tail: tuple[int, ...]) -> tuple[int, ...]:

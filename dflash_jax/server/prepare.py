@@ -384,9 +384,13 @@ async def sequences(
         used = (open_thought(ids, *tags) or 0) if is_open else 0
         left = max(0, budget - used) if budget is not None and has_budget else None
         # The grammar of a form says itself where its text may end.
-        needs, call_end = requires_answer and prompt.form is None, tuple(encode(END))
+        is_formed = prompt.form is not None and prompt.form.begins
+        needs, call_end = requires_answer and not is_formed, tuple(encode(END))
         answers = call_end if len(call_end) == 1 else ()
         prompt.budget = ThinkingBudget(left, *tags, is_open, blank, requires_answer, needs, answers)
+    if prompt.form is not None and not prompt.form.begins and budget is None:
+        # Calls in a thought keep their grammars, too, where no budget may end it.
+        prompt.thought = "none"
     if media is not None:
         prompt.media, prompt.preparation = media.prompt, media.seconds
     prepared, first_seed = [], params.seed or 0
@@ -397,7 +401,7 @@ async def sequences(
                 ids,
                 choice_params,
                 block_size,
-                must_end=prompt.form is not None,
+                must_end=prompt.form is not None and prompt.form.begins,
                 kind=RemoteSequence,
                 ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),
                 prompt_logprobs=prompt.prompt_logprobs,

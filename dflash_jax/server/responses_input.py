@@ -20,6 +20,7 @@ from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.limits import DEFAULT_LIMITS
 from dflash_jax.server.schema_base import Effort, Items, Json, Lenient, Open, Strict, neutral_table
 from dflash_jax.server.serving import Serving
+from dflash_jax.server.tools import INPUT
 
 
 class ResponsesTool(Lenient):
@@ -114,8 +115,8 @@ class ResponsesRequest(schema.SharedFields):
 AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "require_answer")
 
 
-# The argument of a custom tool, and what joins the names of a namespace and of its function.
-INPUT, JOINT = "input", "__"
+# What joins the names of a namespace and of its function.
+JOINT = "__"
 # Tools of OpenAI's servers and of Codex itself, which Codex names in every request.
 HOSTED = ("web_search", "local_shell", "tool_search", "image_generation", "code_interpreter", "file_search", "mcp")
 # Items of such tools that say nothing without them, and what other servers have encrypted.
@@ -162,19 +163,19 @@ class Tools:
                 found._add_namespace(tool.name, tool.tools or (), where)
             elif tool.type == "custom":
                 found.customs.add(tool.name)
-                found._add(_custom(tool))
+                found._add({"type": "custom", "custom": _custom(tool, where)})
             else:
                 fields = tool.model_dump(include={"name", "description", "parameters", "strict"})
-                found._add(fields)
+                found._add({"type": "function", "function": fields})
         return found
 
-    def _add(self, function: dict) -> None:
+    def _add(self, tool: dict) -> None:
         if len(self.functions) == DEFAULT_LIMITS.tools:
             message = (
                 f"more than {DEFAULT_LIMITS.tools} tools, functions of namespaces among them: no more are possible"
             )
             raise ApiError(400, message, "tools")
-        self.functions.append({"type": "function", "function": function})
+        self.functions.append(tool)
 
     def _add_namespace(self, namespace: str, tools: Sequence[Json], where: str) -> None:
         for i, tool in enumerate(tools):
@@ -184,16 +185,23 @@ class Tools:
                 raise ApiError(400, f"{at} must be a function with a name", at)
             flat = f"{namespace}{JOINT}{name}"
             self.namespaces[flat] = namespace, name
-            self._add({key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat})
+            function = {key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat}
+            self._add({"type": "function", "function": function})
 
 
-def _custom(tool: ResponsesTool) -> dict:
-    """A custom tool as a function of one text."""
-    described, form = tool.description or "", tool.format or {}
-    if form.get("type") == "grammar":
-        described += f"\n\nThe {INPUT} has this form ({form.get('syntax')}):\n{form.get('definition')}"
-    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-    return {"name": tool.name, "description": described, "parameters": parameters}
+def _custom(tool: ResponsesTool, where: str) -> dict:
+    """A custom tool of a chat.
+
+    Raises:
+        ApiError: Its format is unknown.
+    """
+    try:
+        chat_schema.InputFormat.model_validate(tool.format or {"type": "text"})
+    except ValidationError as e:
+        first = e.errors()[0]
+        at = ".".join(map(str, (where, "format", *first["loc"])))
+        raise ApiError(400, f"{at} of the tool {tool.name!r}: {first['msg']}", at) from None
+    return tool.model_dump(include={"name", "description", "format"}, exclude_none=True)
 
 
 def as_function_item(item: InputItem) -> InputItem:

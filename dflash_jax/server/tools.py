@@ -39,6 +39,8 @@ from dflash_jax.server.tool_values import Kinds, kinds_of, structure, unquoted, 
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER, VALUE_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
+# The parameter of a custom tool.
+INPUT = "input"
 # Begins tags of parameters in values, too.
 OPENING = "<parameter"
 # Begins JSON of Llama 3, and divides its calls.

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dflash_jax.server.chat_schema import Tool
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.responses_input import InputItem, ResponsesTool, Tools, as_function_item, as_messages
 from tests.server.conftest import OFF
@@ -89,10 +90,10 @@ def test_items_are_messages_of_a_chat():
 
 def test_tools_are_functions_by_flat_names():
     tools = Tools.of([ResponsesTool(**tool) for tool in TOOLS])
-    names = [tool["function"]["name"] for tool in tools.functions]
+    names = [tool[tool["type"]]["name"] for tool in tools.functions]
     assert names == ["exec_command", "apply_patch", "mcp__docs__search"]
     assert (tools.customs, tools.namespaces) == ({"apply_patch"}, {"mcp__docs__search": ("mcp__docs", "search")})
-    assert "start: /.+/" in tools.functions[1]["function"]["description"]
+    assert "start: /.+/" in Tool(**tools.functions[1]).function.description
 
 
 @pytest.mark.parametrize(
