@@ -1,6 +1,6 @@
 """/v1/chat/completions, and vLLM's /v1/chat/completions/batch: several conversations in one request."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any
@@ -28,7 +28,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame, frame_parts
-from dflash_jax.server.tools import CallDelta, joined
+from dflash_jax.server.tools import CallDelta, input_of, joined
 
 router = APIRouter(route_class=MediaRoute)
 
@@ -128,6 +128,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     if (form or calls) and (calls is None or calls.begins):
         # The grammar begins with the text, or after the thought that a token opens.
         talk.openings = prepare.openings(serving, talk.thought)
+    talk.customs = frozenset(tool.function.name for tool in body.tools or () if tool.custom is not None)
     talk.is_forced = body.must_call
     talk.has_one_call = body.parallel_tool_calls is False
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -226,7 +227,7 @@ async def full_response(
         deltas[i].append(parsers[i].finish(sequence))
         content = talks[i].echoed + "".join(d.content for d in deltas[i])
         reasoning = "".join(d.reasoning for d in deltas[i]) or None
-        calls = joined([c for d in deltas[i] for c in d.calls])
+        calls = [as_custom(call, talks[i].customs) for call in joined([c for d in deltas[i] for c in d.calls])]
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         message |= {"reasoning_content": reasoning, "reasoning": reasoning} | ({"tool_calls": calls} if calls else {})
         entries = sequence.logprobs
@@ -271,12 +272,50 @@ def _as_delta(kind: str, text: str, call: CallDelta | None) -> dict:
     return {"tool_calls": [{"index": call.index, **first, "function": function}]}
 
 
+def as_custom(call: dict, customs: Collection[str]) -> dict:
+    """A call of a message, of a custom tool in that tool's form."""
+    function = call["function"]
+    if function["name"] not in customs:
+        return call
+    custom = {"name": function["name"], "input": input_of(function["arguments"])}
+    return {name: value for name, value in call.items() if name != "function"} | {"type": "custom", "custom": custom}
+
+
+class CustomInputs:
+    """Shows the calls of custom tools in the deltas of a stream, each when its input is complete."""
+
+    def __init__(self, customs: Collection[str]):
+        self._customs = customs
+        self._call: dict | None = None
+
+    def take(self, deltas: list[dict]) -> list[dict]:
+        """The deltas to send in place of these."""
+        shown = []
+        for delta in deltas:
+            (call,) = delta.get("tool_calls") or (None,)
+            if call is not None and self._call is not None and call["index"] == self._call["index"]:
+                self._call["function"]["arguments"] += call["function"]["arguments"]
+                continue
+            shown += self.finish()
+            if call is not None and call["function"].get("name") in self._customs:
+                self._call = call
+            else:
+                shown.append(delta)
+        return shown
+
+    def finish(self) -> list[dict]:
+        """The delta of the call that has ended, if any."""
+        call, self._call = self._call, None
+        return [{"tool_calls": [as_custom(call, self._customs)]}] if call is not None else []
+
+
 async def stream_chunks(
     serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[RemoteSequence], head: dict
 ) -> AsyncGenerator[Frame, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, started = [talk.parser(body.shown_reasoning) for _ in sequences], []
+    inputs = [CustomInputs(talk.customs) for _ in sequences]
     totals = Totals(sequences, len(sequences))
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> Frame:
@@ -295,9 +334,9 @@ async def stream_chunks(
             yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not started)
             started.append(i)
         totals.take(i)
-        deltas, more = as_deltas(parsers[i].push(piece)), {}
+        deltas, more = inputs[i].take(as_deltas(parsers[i].push(piece))), {}
         if piece.finish_reason:
-            deltas += as_deltas(parsers[i].finish(sequences[i]))
+            deltas += inputs[i].take(as_deltas(parsers[i].finish(sequences[i]))) + inputs[i].finish()
         if piece.logprobs is not None:
             more["logprobs"] = logprobs_of(serving, body, piece.logprobs)
         if body.return_token_ids:

@@ -219,6 +219,7 @@ class Conversation:
         is_forced: Whether the answer must consist of calls.
         has_one_call: Whether the answer ends after its first call.
         openings: As of `Parser`.
+        customs: Names of custom tools.
         media: Images and videos of the prompt; None for text.
     """
 
@@ -230,6 +231,7 @@ class Conversation:
     is_forced: bool = False
     has_one_call: bool = False
     openings: tuple[int, ...] | None = None
+    customs: frozenset[str] = frozenset()
     media: PlacedMedia | None = None
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:

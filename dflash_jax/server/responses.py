@@ -1,13 +1,11 @@
 """/v1/responses: OpenAI's newer interface over the same conversations."""
 
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from dflash_jax.frontend.messages import RAW
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, request_metrics, usage
 from dflash_jax.server.body import MediaRoute
@@ -19,7 +17,6 @@ from dflash_jax.server.errors import ApiError, as_api_error, from_conversion_err
 from dflash_jax.server.request_context import current, fresh_id
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.responses_input import (
-    INPUT,
     LEFT_OUT,
     InputItem,
     ResponsesRequest,
@@ -32,7 +29,7 @@ from dflash_jax.server.responses_input import (
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import earlier_items, loaded, stored_items, stored_response
 from dflash_jax.server.stream import EventStream, JsonAnswer, Later, event_frames, frame
-from dflash_jax.server.tools import CallDelta
+from dflash_jax.server.tools import CallDelta, input_of
 
 router = APIRouter(route_class=MediaRoute)
 
@@ -238,7 +235,7 @@ class Output(GrowingItems):
         item = self.items[-1]
         item["status"] = status
         if kind == "call" and "input" in item:
-            item["input"] = _input_of(text)
+            item["input"] = input_of(text)
             events = [
                 self._event("response.custom_tool_call_input.delta", delta=item["input"]),
                 self._event("response.custom_tool_call_input.done", input=item["input"]),
@@ -259,13 +256,6 @@ class Output(GrowingItems):
 
     def _event(self, kind: str, **values) -> dict:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
-
-
-def _input_of(arguments: str) -> str:
-    """The text that a custom tool is called with."""
-    value = json.loads(arguments or "{}")
-    text = value.get(INPUT, value.get(RAW)) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 # Fields of a request that its response repeats.

@@ -762,6 +762,13 @@ def joined(deltas: Sequence[CallDelta]) -> list[dict]:
     return list(calls.values())
 
 
+def input_of(arguments: str) -> str:
+    """The text that a custom tool is called with."""
+    value = json.loads(arguments or "{}")
+    text = value.get(INPUT, value.get(RAW)) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
 class AnswerSplitter(ReasoningSplitter):
     """Splits an answer with calls: a call of a tool between tags ends a thought, too, and begins the content.
 

@@ -4,6 +4,7 @@ import json
 import random
 import re
 
+import openai
 import pytest
 
 from dflash_jax.errors import InputError
@@ -13,7 +14,7 @@ from dflash_jax.server.grammar import grammar_tokens
 from dflash_jax.server.grammar_source import openings
 from dflash_jax.server.grammar_trigger import TriggeredWalk, Triggers
 from dflash_jax.server.tools import ToolParser, joined
-from tests.server.conftest import OFF
+from tests.server.conftest import MESSAGES, NAME, OFF
 
 VOCAB = 512
 # As of Codex.
@@ -258,6 +259,36 @@ def test_a_demanded_call_of_codex_is_a_patch(quiet, monkeypatch, params):
             assert found["status"] == "incomplete" or is_patch(answers[-1]), answers[-1]
             assert answers[-1].startswith("*** Begin Patch\n*** ")
     assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize("form", [{"grammar": REGEX["grammar"]}, REGEX["grammar"]], ids=["chat's", "responses'"])
+@pytest.mark.parametrize("syntax", ["xml", "json"])
+def test_a_custom_tool_of_a_chat_is_answered_as_one(quiet, monkeypatch, syntax, form):
+    """OpenAI's form of it, whole and streamed, and in the turn after it."""
+    monkeypatch.setattr(quiet.serving, "call_syntax", syntax)
+    custom = {"name": "pick", "description": "Picks.", "format": {"type": "grammar", **form}}
+    body = {"tools": [{"type": "custom", "custom": custom}], "max_tokens": 100, "chat_template_kwargs": OFF}
+    body |= {"tool_choice": {"type": "custom", "custom": {"name": "pick"}}, "temperature": 0.9, "seed": 2}
+    choice = quiet.post("/v1/chat/completions", messages=MESSAGES, **body).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["type"], call["custom"]["name"], set(call)) == ("custom", "pick", {"id", "type", "custom"})
+    assert choice["finish_reason"] == "length" or re.fullmatch("[ab]+|c{3}", call["custom"]["input"])
+    with openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY", max_retries=0) as client:
+        chunks = [*client.chat.completions.create(model=NAME, messages=MESSAGES, stream=True, extra_body=body)]
+    deltas = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    assert [(each.index, each.type, each.custom) for each in deltas] == [(0, "custom", call["custom"])]
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+    later = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+    found = quiet.post("/v1/chat/completions", messages=later, tools=body["tools"], max_tokens=4)
+    assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize("custom", [None, {}, {"name": "x", "format": {"type": "grammar"}}, {"name": "a b"}])
+def test_a_wrong_custom_tool_of_a_chat_is_named(quiet, custom):
+    body = {"messages": MESSAGES, "tools": [{"type": "custom", "custom": custom}]}
+    found = quiet.post("/v1/chat/completions", **body)
+    assert found.status_code == 400, found.text
+    assert "custom" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("syntax", ["xml", "json"])
