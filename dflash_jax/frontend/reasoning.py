@@ -69,6 +69,8 @@ class ReasoningSplitter:
         """
         self._state = "reasoning" if started else "undecided"
         self._buffer, self._is_at_start = "", True
+        # Blanks at the end of the text that are not split yet, in pieces.
+        self._blanks: list[str] = []
 
     @property
     def is_reasoning(self) -> bool:
@@ -86,7 +88,12 @@ class ReasoningSplitter:
 
     def push(self, text: str) -> tuple[str, str]:
         """Splits the next text; the end of it may be held back."""
-        self._buffer += text
+        if text.isspace() and self._state != "content":
+            # Blanks decide nothing.
+            self._blanks.append(text)
+            return "", ""
+        self._buffer += "".join(self._blanks) + text
+        self._blanks = []
         if self._state == "undecided":
             text_so_far = self._buffer.lstrip()
             if text_so_far not in (OPEN, CLOSE) and any(tag.startswith(text_so_far) for tag in (OPEN, CLOSE)):
@@ -120,7 +127,7 @@ class ReasoningSplitter:
 
     def finish(self) -> tuple[str, str]:
         """Splits the text that was held back, at the end of the text."""
-        rest, self._buffer = self._buffer, ""
+        rest, self._buffer = self._buffer + "".join(self._blanks), ""
         if self._state == "reasoning":
             return self._without_leading_space(rest).rstrip(), ""
         return "", rest

@@ -19,6 +19,7 @@ from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.serving import Serving
+from dflash_jax.server.tool_values import parameters_of
 from dflash_jax.server.tools import AnswerSplitter, CallDelta, ToolParser, call_at_end, syntax_of
 
 
@@ -287,7 +288,7 @@ def check_parameters(schema: dict, where: str) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object":
         raise ApiError(400, f"{where}.type is {schema['type']!r}: it must be object", f"{where}.type")
-    if not isinstance(properties, dict) or any(">" in name or "\n" in name for name in properties):
+    if not isinstance(properties, dict) or any(">" in name or "\n" in name for name in parameters_of(schema)[0]):
         raise ApiError(400, f"{where}.properties must be an object, its names without > and newlines", where)
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ApiError(400, f"{where}.required must be a list of names", f"{where}.required")

@@ -13,11 +13,13 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.server.structural_tag import structural_tag_grammar
-from dflash_jax.server.tool_values import as_text, kinds_of
+from dflash_jax.server.tool_values import as_text, kinds_of, parameters_of
 from dflash_jax.server.tools import END, INPUT, START
 
 # Whitespace between two tokens of JSON. It is bounded because small models tend to write endless line breaks.
 WHITESPACE = r"[ \t\n\r]{0,64}"
+# Parameters of a call that may come in any order.
+MOST_BITS = 64
 OPEN_OBJECTS = "further properties of objects are let in"
 # Keywords whose schemas describe the same value.
 _COMBINING = ("allOf", "anyOf", "oneOf")
@@ -169,12 +171,12 @@ def _input(notation: Notation, grammar: dict) -> dict:
 
 
 def _xml_call(notation: Notation, rule: str, name: str, schema: dict, grammar: str | None = None) -> list[str]:
-    """The rules of one call. Parameters are in the schema's order; those that are not required are optional.
+    """The rules of one call. Parameters are in any order, the required ones all there; of many, in the schema's order.
 
     ``grammar``: names the grammar of the one parameter of a custom tool.
     """
-    required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
-    for j, (key, parameter) in enumerate((schema.get("properties") or {}).items()):
+    (properties, required), parts, rules, end = parameters_of(schema), [], [], "\n</parameter>\n"
+    for j, (key, parameter) in enumerate(properties.items()):
         kinds, value = kinds_of(parameter, schema), f"{rule}_{j}"
         begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
         if grammar is not None:
@@ -190,10 +192,17 @@ def _xml_call(notation: Notation, rule: str, name: str, schema: dict, grammar: s
                 rules.append(f"{value}_json: %json {notation.json(shared | parameter)}")
                 choices.append(f"{value}_json")
             rules.append(f"{value}: {' | '.join(choices)}")
-        part = f"{begin} {value} {closing}"
-        parts.append(part if key in required else f"({part})?")
+        parts.append((key in required, f"{begin} {value} {closing}"))
     opening, ending = json.dumps(_head(name, "xml")), json.dumps("</function>")
-    return [f"{rule}: {opening} {' '.join(parts)} {ending}", *rules]
+    if len(parts) > MOST_BITS:
+        inside = " ".join(part if is_required else f"({part})?" for is_required, part in parts)
+        return [f"{rule}: {opening} {inside} {ending}", *rules]
+    # A bit for each parameter that a call has so far, the required ones first.
+    parts.sort(key=lambda part: not part[0])
+    count = sum(is_required for is_required, _ in parts)
+    choices = ['""' + (f" %if is_ones([0:{count}])" if count else "")]
+    choices += [f"{part} {rule}_rest::set_bit({k}) %if bit_clear({k})" for k, (_, part) in enumerate(parts)]
+    return [f"{rule}: {opening} {rule}_rest::0 {ending}", f"{rule}_rest::_: {' | '.join(choices)}", *rules]
 
 
 def closed(schema: Any) -> Any:

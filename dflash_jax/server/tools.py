@@ -35,7 +35,7 @@ from dflash_jax.frontend.messages import RAW
 from dflash_jax.frontend.reasoning import ReasoningSplitter, partial_marker
 from dflash_jax.json_text import loaded
 from dflash_jax.sampling_params import CLOSE
-from dflash_jax.server.tool_values import Kinds, kinds_of, structure, unquoted, value_of
+from dflash_jax.server.tool_values import Kinds, kinds_of, parameters_of, structure, unquoted, value_of
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER, VALUE_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
@@ -183,9 +183,14 @@ class ToolParser:
         # Whitespace that is content if text follows it, in pieces.
         self._spaces: list[str] = []
         self._has_content = self._is_after_call = False
-        self._name, self._members, self._is_tagged = "", 0, False
+        self._name, self._is_tagged = "", False
+        # Names of the call's arguments so far, and whether the last one was there before.
+        self._keys, self._is_repeated = set[str](), False
         self._span, self._kinds, self._key = _Span(), Kinds(frozenset()), ""
+        # Blanks at the end of the text that are not parsed yet, in pieces.
+        self._blanks: list[str] = []
         self._known_kinds: dict[tuple[str, str], Kinds] = {}
+        self._parameters: dict[str, dict] = {}
         # Of a parameter: whether its text is passed on, and how much of the buffer has no end.
         self._is_passed_on, self._searched = False, 0
         # Tags of parameters that it opens and does not close, in so much of the buffer.
@@ -197,8 +202,12 @@ class ToolParser:
         return self.count > 0 and self._state in ("content", "next", "text")
 
     def push(self, text: str) -> Parsed:
-        """Parses the next text."""
-        self._buffer += text
+        """Parses the next text. Blanks, which decide nothing, wait for what follows them."""
+        if text.isspace() and not self._has_ended:
+            self._blanks.append(text)
+            return Parsed()
+        self._buffer += "".join(self._blanks) + text
+        self._blanks = []
         out = Parsed()
         while getattr(self, f"_in_{self._state}")(out):
             pass
@@ -328,21 +337,23 @@ class ToolParser:
         spaces = self._take_spaces()
         out.content += spaces.rstrip("\n") if self._has_content else ""
         out.calls.append(CallDelta(self.count, "", f"call_{secrets.token_hex(12)}", name))
-        self._name, self._members, self._is_after_call = name, 0, False
+        self._name, self._keys, self._is_repeated, self._is_after_call = name, set(), False, False
         self.count += 1
 
     def _add(self, out: Parsed, arguments: str) -> None:
-        if arguments:
+        if arguments and not self._is_repeated:
             out.calls.append(CallDelta(self.count - 1, arguments))
 
     def _member(self, key: str) -> str:
-        """JSON before the value of the next argument."""
-        self._members += 1
-        return f"{'{' if self._members == 1 else ', '}{dumped(key)}: "
+        """JSON before the value of the next argument. Of an argument that is there already, nothing is added."""
+        self._is_repeated = key in self._keys
+        self._keys.add(key)
+        return f"{'{' if len(self._keys) == 1 else ', '}{dumped(key)}: "
 
     def _close(self, out: Parsed) -> None:
         """Ends the arguments."""
-        self._add(out, "}" if self._members else "{}")
+        self._is_repeated = False
+        self._add(out, "}" if self._keys else "{}")
 
     def _in_tail(self, out: Parsed) -> bool:
         """After a call: its closing tag, another call without one of its own, or content."""
@@ -383,7 +394,7 @@ class ToolParser:
             key = _mended(name, self._properties(self._name))
             self._begin_value(out, key, text[text.index(">") + 1 :])
             return True
-        if text.startswith("{") and not self._members:
+        if text.startswith("{") and not self._keys:
             # All arguments as JSON.
             end = self._span.end(text)
             if end is None and not self._has_ended:
@@ -421,8 +432,11 @@ class ToolParser:
 
     def _properties(self, name: str) -> dict:
         """The parameters of a tool; none of an unknown one."""
-        properties = self.schemas.get(name, {}).get("properties")
-        return properties if isinstance(properties, dict) else {}
+        if name not in self.schemas:
+            return {}
+        if name not in self._parameters:
+            self._parameters[name] = parameters_of(self.schemas[name])[0]
+        return self._parameters[name]
 
     def _begin_value(self, out: Parsed, key: str, text: str) -> None:
         if (known := (self._name, key)) not in self._known_kinds:

@@ -163,6 +163,33 @@ def test_a_demanded_call_can_be_read_again(tokens, syntax):
     assert whole > 3
 
 
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(70)}, "required": ["p3", "p69"]}
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 70])
+def test_parameters_come_in_any_order_but_those_of_many(tokens, count):
+    """All required ones, and none twice."""
+    tokenizer, rng = Tokenizer(TINY / "target"), random.Random(count)
+    names = [*MANY["properties"]][:count]
+    required = [name for name in ("p0", "p2", "p69") if name in names]
+    schema = MANY | {"properties": {name: {"type": "integer"} for name in names}, "required": required}
+    value = {"tools": [{"name": "f", "parameters": schema}], "most": 1, "syntax": "xml"}
+
+    def takes(given: list[str]) -> bool:
+        inside = "".join(f"<parameter={name}>\n7\n</parameter>\n" for name in given)
+        ids = tokenizer.encode_plain(f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>")
+        matcher = tokens.matcher("calls", value, "f")[0]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    for _ in range(8):
+        given = [name for name in names if name in required or rng.random() < 0.3]
+        assert takes(given)
+        shuffled = rng.sample(given, len(given))
+        assert takes(shuffled) == (count <= 64 or shuffled == given)
+        assert not takes([*given, rng.choice(given)])
+        assert not takes([name for name in given if name != required[0]])
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
