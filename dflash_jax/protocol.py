@@ -82,12 +82,14 @@ class CallEnd(msgspec.Struct, array_like=True, frozen=True):
         is_bare: Whether calls are JSON without tags.
         tools: JSON schema of each tool's parameters, by name, as JSON.
         is_forced: Whether the text consists of calls only.
+        only_at_start: Whether it has calls only where it begins with one.
     """
 
     is_thinking: bool
     is_bare: bool
     tools: str
     is_forced: bool
+    only_at_start: bool = False
 
 
 class Choice(Part):

@@ -1,5 +1,6 @@
 """/v1/chat/completions, and vLLM's /v1/chat/completions/batch: several conversations in one request."""
 
+import json
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from itertools import count
@@ -46,16 +47,16 @@ def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> 
         return None
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
-    several = body.parallel_tool_calls is not False
+    most = _most_calls(body)
     if isinstance(choice, chat_schema.NamedTool):
-        tools, several = _named(tools, [choice.function.name], "tool_choice.function.name"), False
+        tools, most = _named(tools, [choice.function.name], "tool_choice.function.name"), 1
     elif isinstance(choice, chat_schema.AllowedToolsChoice):
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         tools = _named(tools, names, "tool_choice.allowed_tools.tools")
     tokenizer = serving.llm.tokenizer
     if tokenizer is None or tokenizer.file is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
-    calls = {"tools": tools, "most": 8 if several else 1, "syntax": syntax}
+    calls = {"tools": tools, "most": most, "syntax": syntax}
     return prepare.checked_form("calls", calls | {"optional": not body.must_call}, "tools")
 
 
@@ -66,6 +67,28 @@ def _called(tool: chat_schema.Tool, syntax: str) -> dict:
         current().note(f"tools: the grammar of {tool.function.name} is not enforced, since calls are JSON")
         grammar = None
     return function if grammar is None else function | {"grammar": grammar}
+
+
+async def either_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str, form: Form) -> Form | None:
+    """The form of a text that either has a ``form`` of JSON or consists of calls; None where it cannot be kept."""
+    if not form.field.startswith("response_format") or form.kind not in ("schema", "json") or syntax == "bare":
+        # A form in the words of vLLM is that of the whole text. Calls without tags cannot be told from JSON.
+        return None
+    answer = {"kind": form.kind, "value": json.loads(form.value)}
+    value = {"tools": [_called(tool, syntax) for tool in body.tools or ()], "syntax": syntax, "answer": answer}
+    try:
+        calls = prepare.checked_form("calls", value | {"most": _most_calls(body)}, "tools")
+        return await prepare.compiled(serving, calls)
+    except ApiError as e:
+        if e.status_code != 400:
+            raise
+        current().note(f"tools are not called, since their form and that of {form.field} exceed a limit: {e.message}")
+        return None
+
+
+def _most_calls(body: chat_schema.ChatRequest) -> int:
+    """Calls of an answer that has a form, at most."""
+    return 1 if body.parallel_tool_calls is False else 8
 
 
 def inputs_form(serving: Serving, tools: list[dict], syntax: str) -> Form | None:
@@ -120,12 +143,14 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     talk.echoed = text_of(last.content, f"messages[{place}]") if body.echo and last.role == "assistant" else ""
     most = serving.check_room(talk.prompt, most, "messages")
     form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
-    if form and calls and calls.kind == "inputs":
-        # A text with a form of its own has no calls.
+    if form and body.tool_choice in (None, "auto"):
         calls = None
     if form and calls:
         raise ApiError(400, f"{form.field} and tool_choice each ask for a form: give one of them", form.field)
-    if (form or calls) and (calls is None or calls.begins):
+    form = await prepare.compiled(serving, form or calls)
+    if form and talk.tools and calls is None and (either := await either_form(serving, body, talk.syntax, form)):
+        form, talk.only_at_start = either, True
+    if form and form.begins:
         # The grammar begins with the text, or after the thought that a token opens.
         talk.openings = prepare.openings(serving, talk.thought)
     talk.customs = frozenset(tool.function.name for tool in body.tools or () if tool.custom is not None)
@@ -136,7 +161,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
     options = {
         "block_size": body.block_size,
         "priority": body.priority,
-        "form": await prepare.compiled(serving, form or calls),
+        "form": form,
         "thought": talk.thought,
         "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
         "requires_answer": serving.requires_answer if body.require_answer is None else body.require_answer,

@@ -219,6 +219,7 @@ class Conversation:
         echoed: Text that the answer begins with.
         is_forced: Whether the answer must consist of calls.
         has_one_call: Whether the answer ends after its first call.
+        only_at_start: As of `ToolParser`.
         openings: As of `Parser`.
         customs: Names of custom tools.
         media: Images and videos of the prompt; None for text.
@@ -231,20 +232,23 @@ class Conversation:
     echoed: str = ""
     is_forced: bool = False
     has_one_call: bool = False
+    only_at_start: bool = False
     openings: tuple[int, ...] | None = None
     customs: frozenset[str] = frozenset()
     media: PlacedMedia | None = None
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
-        tools = ToolParser(self.tools, self.is_forced, self.syntax == "bare") if self.tools else None
+        options = {"is_forced": self.is_forced, "only_at_start": self.only_at_start}
+        tools = ToolParser(self.tools, is_bare=self.syntax == "bare", **options) if self.tools else None
         return Parser(self.thought == "open", tools, shown, self.has_one_call, self.openings)
 
     def ends(self) -> CallEnd | None:
         """The end condition of a choice beside its stop strings; None without one."""
         if not self.has_one_call or not self.tools:
             return None
-        return CallEnd(self.thought == "open", self.syntax == "bare", json.dumps(self.tools), self.is_forced)
+        is_bare, tools = self.syntax == "bare", json.dumps(self.tools)
+        return CallEnd(self.thought == "open", is_bare, tools, self.is_forced, self.only_at_start)
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:

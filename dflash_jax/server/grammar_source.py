@@ -103,8 +103,9 @@ def _calls(notation: Notation, value: dict, close) -> str:
     Args:
         notation: As of `sources`.
         value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``syntax`` (as `Serving.call_syntax`),
-            ``optional`` (whether text around calls, and no call, are allowed). A custom tool has its input's
-            ``grammar``: its syntax, "lark" or "regex", and definition.
+            ``optional`` (whether text around calls, and no call, are allowed), ``answer`` (the kind and value of the
+            form, "schema" or "json", that a text without calls has; None for calls in any case). A custom tool has its
+            input's ``grammar``: its syntax, "lark" or "regex", and definition.
         close: Transforms each tool's schema.
     """
     rules, grammars, syntax = [], [], value["syntax"]
@@ -120,6 +121,10 @@ def _calls(notation: Notation, value: dict, close) -> str:
             rules += [f'call_{i}: {json.dumps(_head(tool["name"], syntax))} call_{i}_json "}}"']
             rules += [f"call_{i}_json: %json {notation.json(schema)}"]
     start = _around(notation, value, " | ".join(f"call_{i}" for i in range(len(value["tools"]))))
+    if answer := value.get("answer"):
+        schema = {"type": "object"} if answer["kind"] == "json" else close(answer["value"])
+        start[0] += " | answer"
+        rules.append(f"answer: %json {notation.json(schema)}")
     main = {"name": "calls", "lark_grammar": "\n".join([*start, *rules])}
     return json.dumps({"grammars": [main, *grammars]})
 

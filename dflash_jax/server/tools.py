@@ -168,16 +168,19 @@ class ToolParser:
         schemas: JSON schema of each tool's parameters.
         is_forced: Whether the text consists of calls only, so that the rest of an incomplete call is not content.
         is_bare: Whether calls are JSON without tags, as of Llama 3.
+        only_at_start: Whether the text has calls only where it begins with one: other texts have a form of their own.
 
     Attributes:
         schemas: JSON schema of each tool's parameters.
         count: Calls so far.
     """
 
-    def __init__(self, schemas: dict[str, dict], is_forced: bool = False, is_bare: bool = False):
+    def __init__(
+        self, schemas: dict[str, dict], is_forced: bool = False, is_bare: bool = False, only_at_start: bool = False
+    ):
         self.schemas, self._is_forced, self._is_bare = schemas, is_forced, is_bare
         self.count = 0
-        self._state, self._buffer, self._has_ended = "start" if is_bare else "content", "", False
+        self._state, self._buffer, self._has_ended = "start" if is_bare or only_at_start else "content", "", False
         # What is content if what follows it turns out to be no call.
         self._raw = ""
         # Whitespace that is content if text follows it, in pieces.
@@ -540,8 +543,13 @@ class ToolParser:
     # JSON.
 
     def _in_start(self, out: Parsed) -> bool:
-        """The beginning of a text whose calls have no tags."""
+        """The beginning of a text that has calls only where it begins with one."""
         text = self._buffer.lstrip()
+        if not self._is_bare:
+            if START.startswith(text) and text != START and not self._has_ended:
+                return False
+            self._state = "content" if text.startswith(START) else "text"
+            return True
         if text.startswith(PYTHON_TAG):
             text = text[len(PYTHON_TAG) :].lstrip()
         elif PYTHON_TAG.startswith(text) and not self._has_ended:
@@ -837,9 +845,10 @@ class FirstCall:
     The text ends after a later call where min_tokens prevents it. The arguments are the fields of `protocol.CallEnd`.
     """
 
-    def __init__(self, is_thinking: bool, is_bare: bool, tools: str, is_forced: bool):
+    def __init__(self, is_thinking: bool, is_bare: bool, tools: str, is_forced: bool, only_at_start: bool = False):
         schemas = json.loads(tools)
-        self._splitter, self._tools = AnswerSplitter(is_thinking, schemas), ToolParser(schemas, is_forced, is_bare)
+        self._splitter = AnswerSplitter(is_thinking, schemas)
+        self._tools = ToolParser(schemas, is_forced, is_bare, only_at_start)
 
     def __call__(self, text: str) -> bool:
         """Whether the sequence ends after ``text``, the next part of it."""
