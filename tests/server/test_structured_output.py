@@ -160,7 +160,7 @@ def test_a_text_with_a_form_and_tools_is_a_call_or_has_the_form(quiet, llm, monk
     """As the model likes: other servers let no tool be called beside a form."""
     monkeypatch.setattr(quiet.serving, "call_syntax", syntax)
     (start,), (close,) = map(llm.tokenizer.encode_plain, ("<tool_call>", "</think>"))
-    value = "<tool_call>\n<function=read_file>\n"
+    value = "<tool_call><function=read_file><parameter=path>x"
     schema = {"type": "object", "properties": {"<tool_call>": {"const": value}}, "required": ["<tool_call>"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"tools": [TOOL], "tool_choice": "auto", "response_format": form, "temperature": 0.9, "seed": 1}
