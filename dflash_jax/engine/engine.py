@@ -207,6 +207,7 @@ class Engine:
         if self.failure is not None:
             raise EngineError(self.failure)
         began, waited = self.runner.clock, self.statistics.wait_s
+        computed = self.statistics.computed_tokens
         try:
             launched = self._launch()
             results = self._collect(keep=1 if launched else 0)
@@ -218,6 +219,8 @@ class Engine:
         if not (launched or results or self._events) and self._lacks_program():
             time.sleep(WAIT_S)
         self.statistics.host_s += self.runner.clock - began - (self.statistics.wait_s - waited)
+        if count := self.statistics.computed_tokens - computed:
+            self.statistics.step_tokens[count] += 1
         events, self._events = self._events, []
         return events + results
 

@@ -81,7 +81,7 @@ class Prefiller:
         pages: The pages of all slots.
         prefix_cache: Prefixes of earlier prompts.
         config: The engine's configuration.
-        statistics: Gets the cached tokens.
+        statistics: Gets the cached and the computed tokens.
     """
 
     def __init__(
@@ -186,6 +186,7 @@ class Prefiller:
                 continue
             batch, tokens, ticket = self._advance(prefill, turns, budget)
             budget -= tokens
+            self.statistics.prefilled_tokens += tokens
             for member in batch:
                 self._last_turns[member.request.client] = next(self._order)
                 if ticket is not None:

@@ -13,6 +13,8 @@ class Statistics:
         prompt_tokens: Prompt tokens of admitted requests.
         cached_tokens: Prompt tokens that came from the prefix cache.
         new_tokens: Generated tokens.
+        prefilled_tokens: Tokens of prompts that were computed, padding included.
+        step_tokens: Steps by the tokens of prompts that they computed and those that they generated, together.
         preemptions: How often a request's pages were moved to the host, or given up and computed again.
         rounds: Decoding rounds, summed over sequences.
         drafts: Rounds that had drafts.
@@ -27,6 +29,8 @@ class Statistics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    prefilled_tokens: int = 0
+    step_tokens: Counter = field(default_factory=Counter)
     preemptions: int = 0
     rounds: int = 0
     drafts: int = 0
@@ -35,3 +39,8 @@ class Statistics:
     dispatches: Counter = field(default_factory=Counter)
     host_s: float = 0.0
     wait_s: float = 0.0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of prompts that were computed, and generated tokens."""
+        return self.prefilled_tokens + self.new_tokens

@@ -54,16 +54,18 @@ MOST_ENTRIES = 512
 
 
 @dataclass(eq=False)
-class _Rows:
-    """The memory of a prompt's image and video rows, released when the prompt's last request ends.
+class _Choices:
+    """What the requests of one prompt share.
 
     Attributes:
-        users: Its requests that have not ended.
-        share: The memory of the rows.
+        users: Those that have not ended.
+        share: The memory of the rows of its images and videos, which is released when the last one ends.
+        longest: New tokens of the longest one that has ended.
     """
 
     users: int = 0
     share: Share | None = None
+    longest: int = 0
 
     def leave(self) -> None:
         """One of the requests has ended."""
@@ -80,18 +82,18 @@ class _Live:
         sequence: Its sequence.
         owner: Who may abort it.
         name: The id that clients know.
-        rows: The memory of the rows of its prompt's images and videos.
+        choices: What it shares with the other requests of its prompt.
         has_begun: Whether an event of it was sent.
     """
 
     sequence: TextSequence
     owner: bytes
     name: str
-    rows: _Rows
+    choices: _Choices
     has_begun: bool = False
 
     def __post_init__(self):
-        self.rows.users += 1
+        self.choices.users += 1
 
 
 class EngineHost:
@@ -470,7 +472,7 @@ class FrontConnection:
         except BaseException:
             for live in begun.values():
                 live.sequence.request.close()
-                live.rows.leave()
+                live.choices.leave()
             raise
         finally:
             self._preparing.pop(record.number, None)
@@ -484,7 +486,7 @@ class FrontConnection:
 
     async def _prepare(self, record: protocol.Submit, prompt: protocol.Prompt, begun: dict[int, _Live]) -> float:
         """Adds the requests of a prompt to ``begun``, and encodes its images and videos: the seconds of the tower."""
-        rows, tower, media = _Rows(), self._host.tower, None
+        choices, tower, media = _Choices(), self._host.tower, None
         if prompt.media is not None:
             assert tower is not None, "media for a model of text"
             media = tower.encoder.prompt_media(prompt.media)
@@ -495,14 +497,14 @@ class FrontConnection:
             if request.monitor and choice.tokens:
                 request.monitor(choice.tokens)
             request.tokens += choice.tokens
-            begun[choice.number] = _Live(sequence, record.owner, choice.name, rows)
+            begun[choice.number] = _Live(sequence, record.owner, choice.name, choices)
             # Others have a turn: there may be thousands, of thousands of tokens each.
             await asyncio.sleep(0)
         if media is None or tower is None:
             return 0.0
         before = time.perf_counter()
         # Last, when no value of the prompt is wrong.
-        rows.share = await tower.encode(record.client, media)
+        choices.share = await tower.encode(record.client, media)
         prompt.preparation["tower"] = time.perf_counter() - before
         return prompt.preparation["tower"]
 
@@ -549,7 +551,7 @@ class FrontConnection:
         gone = [live for number in numbers if (live := self.live.pop(number, None)) is not None]
         for live in gone:
             self._host.metrics.forget(live.sequence)
-            live.rows.leave()
+            live.choices.leave()
         self._host.engine.leave([live.sequence.request for live in gone])
 
     def _take(self, number: int, message: Message) -> None:
@@ -563,9 +565,10 @@ class FrontConnection:
             event = self._event(number, live, message)
         if event.finish_reason is not None or event.failure is not None:
             del self.live[number]
-            live.rows.leave()
+            live.choices.leave()
             if event.failure is None:
-                self._host.metrics.finish(live.sequence)
+                live.choices.longest = max(live.choices.longest, len(live.sequence.request.tokens))
+                self._host.metrics.finish(live.sequence, None if live.choices.users else live.choices.longest)
             self._host.metrics.forget(live.sequence)
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)

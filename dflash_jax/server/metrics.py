@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` can read them."""
+"""Prometheus metrics under vLLM's names, for its dashboards and `vllm bench serve`, and under those of SGLang's."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +19,22 @@ FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.7
 TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Metrics under vLLM's names that SGLang's dashboards read under its own.
+SGLANG_NAMES = {
+    "vllm:num_requests_running": "num_running_reqs",
+    "vllm:num_requests_waiting": "num_queue_reqs",
+    "vllm:kv_cache_usage_perc": "token_usage",
+    "vllm:prompt_tokens": "prompt_tokens",
+    "vllm:generation_tokens": "generation_tokens",
+    "vllm:prefix_cache_hits": "cached_tokens",
+    "vllm:time_to_first_token_seconds": "time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds": "queue_time_seconds",
+}
+# Seconds over which `gen_throughput` is a mean, at least.
+THROUGHPUT_S = 5.0
 
 # Requests that another engine has lost.
 LOSSES = {
@@ -61,11 +77,15 @@ class Metrics:
         self._decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST_S)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
         self._new = histogram("request_generation_tokens", "New tokens.", TOKENS)
+        text = "New tokens of a prompt's longest choice."
+        self._longest = histogram("request_max_num_generation_tokens", text, TOKENS)
         self._media = {
             step: histogram(f"media_{step}_seconds", text, REQUEST_S, "dflash") for step, text in MEDIA_STEPS.items()
         }
         self._last: dict = {}
         self._losses = dict.fromkeys(LOSSES, 0)
+        # When the last mean of the throughput ended, the tokens until then, and the mean.
+        self._measured, self._measured_tokens, self._throughput = engine.engine.runner.clock, 0, 0.0
 
     def count_losses(self, choices: Iterable[Choice]) -> None:
         """Counts those of new requests that another engine has lost."""
@@ -85,11 +105,18 @@ class Metrics:
         if event.finish_reason is not None:
             self._last.pop(request, None)
 
-    def finish(self, sequence: TextSequence) -> None:
-        """Counts a finished request."""
+    def finish(self, sequence: TextSequence, longest: int | None) -> None:
+        """Counts a finished request.
+
+        Args:
+            sequence: The request's text.
+            longest: New tokens of the longest request of its prompt, where it is the last one that ends; else None.
+        """
         t, new = sequence.request.times, len(sequence.request.tokens)
         self._prompt.observe(len(sequence.request.prompt))
         self._new.observe(new)
+        if longest is not None:
+            self._longest.observe(longest)
         for step, seconds in sequence.preparation.items():
             self._media[step].observe(seconds)
         before = sum(sequence.preparation.values())
@@ -110,7 +137,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's totals; the registry calls it."""
         engine, s = self._engine.engine, self._engine.engine.statistics
-        yielded, name = dict(s.yielded), self._name
+        yielded = dict(s.yielded)
 
         def counters(name: str, text: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
             """Counters by the values of further labels."""
@@ -122,12 +149,21 @@ class Metrics:
         def gauge(name: str, text: str, value: float) -> Metric:
             return self._family(GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS), {(): value})
 
-        gaps = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between tokens; those of a round share its time.", labels=LABELS
-        )
-        upto = zip([*(str(float(bound)) for bound in TOKEN_S), "+Inf"], accumulate(self._gaps), strict=True)
-        gaps.add_metric([name, "0"], list(upto), self._gap_s)
-        yield gaps
+        def histogram(name: str, text: str, buckets: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            upto = zip([*(str(float(bound)) for bound in buckets), "+Inf"], accumulate(counts), strict=True)
+            family.add_metric([self._name, "0"], list(upto), total)
+            return family
+
+        text = "Between tokens; those of a round share its time."
+        yield histogram("inter_token_latency_seconds", text, TOKEN_S, self._gaps, self._gap_s)
+        steps = dict(s.step_tokens)
+        counts = [0] * (len(STEP_TOKENS) + 1)
+        for tokens, count in steps.items():
+            counts[bisect_left(STEP_TOKENS, tokens)] += count
+        text = "Tokens of a step of the engine: of prompts, padding included, and new ones."
+        total = sum(tokens * count for tokens, count in steps.items())
+        yield histogram("iteration_tokens_total", text, STEP_TOKENS, counts, total)
         yield gauge("num_requests_running", "Requests in a slot.", engine.running)
         yield gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
         yield gauge("num_requests_swapped", "Requests whose keys and values are on the host.", engine.swapped)
@@ -186,6 +222,42 @@ class Metrics:
             values = {(tier,): getattr(getattr(tiers, tier), attribute) for tier in ("device", "host")}
             yield self._family(kind(f"dflash:prefix_tier_{name}", text, labels=(*LABELS, "tier")), values)
 
+    def _sglang(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
+        """Yields what SGLang's dashboards read, mostly of the metrics under vLLM's names."""
+        for name, other in SGLANG_NAMES.items():
+            family = families[name]
+            renamed = Metric(f"sglang:{other}", family.documentation, family.type)
+            for sample in family.samples:
+                renamed.add_sample(sample.name.replace(name, renamed.name), sample.labels, sample.value)
+            yield renamed
+        engine, s = self._engine.engine, self._engine.engine.statistics
+        if (seconds := engine.runner.clock - self._measured) >= THROUGHPUT_S:
+            self._throughput = (s.new_tokens - self._measured_tokens) / seconds
+            self._measured, self._measured_tokens = engine.runner.clock, s.new_tokens
+        yielded, full = dict(s.yielded), engine.pages.pools[0]
+        in_rounds, places = (
+            sum(n * count for n, count in yielded.items()),
+            engine.pages.size * full.count * len(full.live),
+        )
+        gauges = {
+            "gen_throughput": ("New tokens in a second.", self._throughput),
+            "cache_hit_rate": ("Prompt tokens that were known, 1 for all.", s.cached_tokens / max(s.prompt_tokens, 1)),
+            "spec_accept_length": ("New tokens of a round.", in_rounds / max(sum(yielded.values()), 1)),
+            "max_total_num_tokens": ("Tokens for which there are pages.", places),
+            "num_used_tokens": ("Tokens of the pages that requests use.", round(engine.usage * places)),
+        }
+        for name, (text, value) in gauges.items():
+            yield self._family(GaugeMetricFamily(f"sglang:{name}", text, labels=LABELS), {(): value})
+        ended = CounterMetricFamily("sglang:num_requests", "Requests that have ended.", labels=LABELS)
+        yield self._family(ended, {(): sum(s.requests.values())})
+
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        families = {family.name: family for family in self.registry.collect()}
+        return generate_latest(_Families([*families.values(), *self._sglang(families)]))
+
+
+class _Families(list[Metric]):
+    """Metrics that are collected already."""
+
+    collect = list.__iter__

@@ -175,10 +175,10 @@ def test_rounds_of_an_answer(page):
     """An answer that was not recorded is answered again with its seed: the same text, now with its rounds."""
     set_up(page, block_size=16, max_tokens=60, temperature=0.8)
     ask(page, PROMPT)
-    before = page.inner_text(".turn.assistant .text")
+    before = page.text_content(".turn.assistant .text")
     page.click(".show-rounds")
     wait_for(page, "document.querySelector('#status-text').textContent == 'The same text, round by round.'")
-    assert page.inner_text(".turn.assistant .text") == before
+    assert page.text_content(".turn.assistant .text") == before
     assert page.locator(".round").count() > 2
     assert page.locator(".round .accepted").count() > 5
     assert page.locator(".round .corrected").count() >= page.locator(".round").count() - 1
@@ -287,17 +287,17 @@ def test_formulas_are_mathml(mocked, step):
     assert body.locator("math.tml-display").count() == 2
     height = "math => math.querySelector('mfrac').getBoundingClientRect().height > 10"
     assert formulas.first.evaluate(height)
-    text = body.inner_text()
+    text = body.text_content()
     for kept in ("for $5 or $6 dollars and $7", r"\(a\)", r"\(\frac{\)", r"\(open."):
         assert kept in text
-    assert body.locator("code").all_inner_texts() == [r"\(a\)", r"\(\frac{\)"]
+    assert body.locator("code").all_text_contents() == [r"\(a\)", r"\(\frac{\)"]
 
 
 def test_a_formula_that_still_arrives_keeps_its_form(mocked):
     ask(mocked, "Prove.", text="So\n\n\\[\nx\n- y", step=2)
     body = mocked.locator(".turn.assistant .text").last
     assert body.locator("math, li, h3, h4").count() == 0
-    assert "\\[" in body.inner_text()
+    assert "\\[" in body.text_content()
 
 
 HOSTILE_MATHS = r"""\(\href{javascript:window.hacked=1}{x}\) \(\class{a" onclick="window.hacked=1}{y}\)
@@ -329,7 +329,7 @@ def test_a_hostile_text_runs_and_loads_nothing(mocked):
     assert all(href.startswith("https://") for href in hrefs)
     names = mocked.evaluate("[...document.querySelectorAll('#log *')].flatMap(e => e.getAttributeNames())")
     assert not [name for name in names if name.startswith("on")]
-    assert "<img src=x onerror" in body.first.inner_text()
+    assert "<img src=x onerror" in body.first.text_content()
 
 
 def test_the_content_policy_stops_what_would_pass(mocked, quiet):
@@ -544,7 +544,7 @@ def test_any_turn_is_edited_and_answered_again(mocked):
     answers.nth(0).locator(".edit").click()
     mocked.fill(".turn textarea", "My **own** words")
     mocked.click("text=Save")
-    assert answers.nth(0).locator("strong").inner_text() == "own"
+    assert answers.nth(0).locator("strong").text_content() == "own"
     ask(mocked, "More", text="x")
     assert mocked.evaluate("window.mock.bodies.at(-1).messages[1].content") == "My **own** words"
 
@@ -602,7 +602,7 @@ def test_an_example_is_asked_with_one_click(mocked):
     text = example.inner_text()
     example.click()
     finish(mocked)
-    assert mocked.inner_text(".turn.user .text") == text
+    assert mocked.text_content(".turn.user .text") == text
     assert not mocked.locator("#empty").is_visible()
 
 
