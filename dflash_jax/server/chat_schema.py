@@ -67,8 +67,9 @@ class CustomTool(Function):
     @property
     def grammar(self) -> Json | None:
         """What its input follows; None for any text."""
-        has_one = self.format is not None and self.format.type == "grammar" and self.format.grammar is not None
-        return self.format.grammar.model_dump() if has_one else None
+        if self.format is None or self.format.type != "grammar" or self.format.grammar is None:
+            return None
+        return self.format.grammar.model_dump()
 
     def as_function(self) -> Json:
         """The function as which models know it."""

@@ -1,12 +1,15 @@
 """Custom tools whose input follows a grammar: in a free text, in demanded calls, and in both interfaces."""
 
+import asyncio
 import json
 import random
 import re
 
+import numpy as np
 import openai
 import pytest
 
+from dflash_jax import protocol
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -14,7 +17,7 @@ from dflash_jax.server.grammar import grammar_tokens
 from dflash_jax.server.grammar_source import openings
 from dflash_jax.server.grammar_trigger import TriggeredWalk, Triggers
 from dflash_jax.server.tools import ToolParser, joined
-from tests.server.conftest import MESSAGES, NAME, OFF
+from tests.server.conftest import MESSAGES, NAME, OFF, hosted
 
 VOCAB = 512
 # As of Codex.
@@ -324,3 +327,38 @@ def test_a_wrong_format_is_named_with_its_tool(quiet, monkeypatch, form, param):
     assert found.status_code == 400, found.text
     error = found.json()["error"]
     assert (error["param"], "'edit'" in error["message"]) == (param, True)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_the_engine_keeps_the_grammar_of_a_call_that_a_text_begins(server, llm, tokenizer, params):
+    """Of a request that goes on after a lost engine, in the middle of a call, with drafts and without."""
+    value = {"tools": [LARK], "syntax": "xml"}
+    begun = tokenizer.encode_plain("Now.\n<tool_call>\n<function=apply_patch>\n<parameter=in")
+    breaks = {ids[0]: 9.0 for ids in map(tokenizer.encode_plain, ("\n", "+")) if len(ids) == 1}
+
+    async def text(block_size: int) -> list[int]:
+        host, ended, new = hosted(llm, server.host.engine), asyncio.Event(), []
+        host.grammar = server.host.grammar
+
+        def send(record) -> None:
+            for event in record.events if isinstance(record, protocol.Events) else ():
+                assert event.failure is None, event.failure
+                new.extend(event.tokens)
+                if event.finish_reason:
+                    ended.set()
+
+        front, form = host.connect(send), protocol.Form.of("inputs", value, "tools")
+        choices = [protocol.Choice(1, "mine", 0, [*begun])]
+        options = {"max_tokens": len(begun) + 120, "ignore_eos": True, "logit_bias": breaks, **params}
+        prompt = protocol.Prompt(np.array([5, 6], np.int32), options, block_size, form=form, choices=choices)
+        front.receive(protocol.Submit(0, None, b"owner", [prompt]))
+        await ended.wait()
+        front.close()
+        return new
+
+    alone, drafted = (asyncio.run(text(block_size)) for block_size in (1, 8))
+    assert alone == drafted
+    written = tokenizer.decode([*begun, *alone]).partition("<parameter=input>\n")[2]
+    assert written.startswith("*** Begin Patch\n*** ")
+    value, _, rest = written.partition("\n</parameter>\n</function>")
+    assert is_patch(value) or not rest
