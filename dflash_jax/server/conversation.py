@@ -15,12 +15,13 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.protocol import CallEnd
 from dflash_jax.sampling_params import CLOSE, OPEN
 from dflash_jax.server import chat_schema
+from dflash_jax.server.answer_splitter import AnswerSplitter, call_at_end
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tool_values import parameters_of
-from dflash_jax.server.tools import AnswerSplitter, CallDelta, ToolParser, call_at_end, syntax_of
+from dflash_jax.server.tools import CallDelta, ToolParser, syntax_of
 
 
 @dataclass

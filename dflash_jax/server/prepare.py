@@ -19,12 +19,13 @@ from dflash_jax.frontend.reasoning import open_thought
 from dflash_jax.protocol import Form
 from dflash_jax.sampling_params import CLOSE, MAX_BIAS, OPEN, SamplingParams
 from dflash_jax.server import schema
+from dflash_jax.server.answer_splitter import FirstCall
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.tools import END, FirstCall
+from dflash_jax.server.tools import END
 
 SEEDS = 2**32
 FIELDS = frozenset(each.name for each in fields(SamplingParams))

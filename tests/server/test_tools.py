@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.frontend.reasoning import ReasoningSplitter
+from dflash_jax.server.answer_splitter import AnswerSplitter, call_at_end
 from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import dumped
 from dflash_jax.server.grammar_source import Notation, sources
@@ -18,9 +19,7 @@ from dflash_jax.server.tool_values import MOST_VALUES, Kinds, kinds_of, paramete
 from dflash_jax.server.tools import (
     FUNCTION_END,
     LONGEST_HEAD,
-    AnswerSplitter,
     ToolParser,
-    call_at_end,
     joined,
 )
 from tests.server.conftest import strict
