@@ -193,15 +193,16 @@ def _custom(tool: ResponsesTool, where: str) -> dict:
     """A custom tool of a chat.
 
     Raises:
-        ApiError: Its format is unknown.
+        ApiError: Its name or format is invalid.
     """
+    fields = tool.model_dump(include={"name", "description", "format"}, exclude_none=True)
     try:
-        chat_schema.InputFormat.model_validate(tool.format or {"type": "text"})
+        chat_schema.CustomTool.model_validate(fields)
     except ValidationError as e:
         first = e.errors()[0]
-        at = ".".join(map(str, (where, "format", *first["loc"])))
-        raise ApiError(400, f"{at} of the tool {tool.name!r}: {first['msg']}", at) from None
-    return tool.model_dump(include={"name", "description", "format"}, exclude_none=True)
+        at = ".".join(map(str, (where, *first["loc"])))
+        raise ApiError(400, f"{at} of the tool {(tool.name or '')[:64]!r}: {first['msg']}", at) from None
+    return fields
 
 
 def as_function_item(item: InputItem) -> InputItem:

@@ -327,6 +327,8 @@ def test_a_wrong_format_is_named_with_its_tool(quiet, monkeypatch, form, param):
     assert found.status_code == 400, found.text
     error = found.json()["error"]
     assert (error["param"], "'edit'" in error["message"]) == (param, True)
+    unnamed = quiet.post("/v1/responses", input="x", tools=[custom("a b")])
+    assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "tools[0].name")
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
