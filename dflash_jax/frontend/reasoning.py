@@ -127,10 +127,11 @@ class ReasoningSplitter:
 
     def finish(self) -> tuple[str, str]:
         """Splits the text that was held back, at the end of the text."""
-        rest, self._buffer = self._buffer + "".join(self._blanks), ""
+        thought, content = self.push("")
+        rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
-            return self._without_leading_space(rest).rstrip(), ""
-        return "", rest
+            return thought + self._without_leading_space(rest).rstrip(), content
+        return thought, content + rest
 
     def _without_leading_space(self, text: str) -> str:
         if self._is_at_start:

@@ -5,6 +5,7 @@ and ambiguous.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ WHITESPACE = r"[ \t\n\r]{0,64}"
 # Parameters of a call that may come in any order.
 MOST_BITS = 64
 OPEN_OBJECTS = "further properties of objects are let in"
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.S)
 # Keywords whose schemas describe the same value.
 _COMBINING = ("allOf", "anyOf", "oneOf")
 # Keywords with schemas of other values: one schema, a list, an object of schemas.
@@ -45,7 +47,10 @@ class Notation:
 
     def lark(self, grammar: str) -> str:
         """A grammar of either notation in Lark."""
-        return gbnf_to_lark(grammar) if "::=" in grammar else self.named(grammar)
+        if "::=" not in grammar:
+            return self.named(grammar)
+        # The converter drops the zeros of escapes.
+        return gbnf_to_lark(_ESCAPE.sub(_character, grammar))
 
     def json(self, schema: Any) -> str:
         """The schema as JSON for llguidance, which warns of what it cannot enforce. Blanks are bounded."""
@@ -58,6 +63,12 @@ class Notation:
             blanks = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
             schema = schema | {"x-guidance": blanks | options | {"lenient": True}}
         return json.dumps(schema)
+
+
+def _character(escape: re.Match) -> str:
+    """An escaped character outside of ASCII as itself; other escapes stay."""
+    code = int(escape[1], 16) if escape[1] else 0
+    return chr(code) if code > 0x7F and not 0xD800 <= code < 0xE000 else escape[0]
 
 
 def sources(kind: str, value: Any, notation: Notation) -> Iterator[tuple[str, list[str]]]:

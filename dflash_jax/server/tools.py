@@ -200,20 +200,24 @@ class ToolParser:
 
     def push(self, text: str) -> Parsed:
         """Parses the next text. Blanks, which decide nothing, wait for what follows them."""
-        if text.isspace() and not self._has_ended:
-            self._blanks.append(text)
-            return Parsed()
-        self._buffer += "".join(self._blanks) + text
-        self._blanks = []
         out = Parsed()
+        if text.isspace():
+            self._blanks.append(text)
+        else:
+            self._parse(out, "".join(self._blanks) + text)
+            self._blanks = []
+        return out
+
+    def _parse(self, out: Parsed, text: str) -> None:
+        self._buffer += text
         while getattr(self, f"_in_{self._state}")(out):
             pass
-        return out
 
     def finish(self, is_cut: bool = False) -> Parsed:
         """Parses the end of the text; ``is_cut``: the text ended early."""
-        self._has_ended = True
         out = self.push("")
+        self._has_ended = True
+        self._parse(out, "")
         if self._state == "head":
             if not (self._is_forced or is_cut):
                 self._add_text(out, self._raw + self._buffer)

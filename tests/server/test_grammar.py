@@ -296,7 +296,7 @@ def with_text(kind: str, text: str) -> tuple[Form, str]:
         "regex": ("regex", escaped, text),
         "choice": ("choice", [text], text),
         "lark": ("grammar", f"start: a b\na: {json.dumps(text[:3])}\nb: {json.dumps(text[3:])} // {quoted}", text),
-        "gbnf": ("grammar", f"root ::= {json.dumps(text, ensure_ascii=False)}", text),
+        "gbnf": ("grammar", f"root ::= {quoted}", text),
         "const": ("schema", {"const": text}, quoted),
         "enum": ("schema", {"enum": [[text], [text]]}, json.dumps([text])),
         "key": ("schema", {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}, {text: 1}),

@@ -242,7 +242,7 @@ def check_divisions(count: int, seed: int) -> None:
         text = "".join(rng.choice(PARTS) for _ in range(rng.randint(1, 16)))
         around = rng.choice(["{}", "{}", tagged(("s", "{}")), as_json("{{{}}}"), "<tool_call>\n<function=f>\n{}"])
         text = around.replace("{{", "{").replace("}}", "}").replace("{}", text) if "{}" in around else text
-        options = {name: rng.random() < 0.2 for name in ("is_cut", "is_bare", "is_forced")}
+        options = {name: rng.random() < 0.2 for name in ("is_cut", "is_bare", "is_forced", "only_at_start")}
         whole = parsed(text, **options)
         cuts = range(len(text)) if rng.random() < 0.3 else [rng.randint(0, len(text)) for _ in range(rng.randint(1, 8))]
         assert parsed(text, cuts, **options) == whole, (text, list(cuts), options)
