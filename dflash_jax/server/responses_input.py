@@ -163,19 +163,19 @@ class Tools:
                 found._add_namespace(tool.name, tool.tools or (), where)
             elif tool.type == "custom":
                 found.customs.add(tool.name)
-                found._add({"type": "custom", "custom": _custom(tool, where)})
+                found._add(_custom(tool, where), "custom")
             else:
                 fields = tool.model_dump(include={"name", "description", "parameters", "strict"})
-                found._add({"type": "function", "function": fields})
+                found._add(fields)
         return found
 
-    def _add(self, tool: dict) -> None:
+    def _add(self, fields: dict, kind: str = "function") -> None:
         if len(self.functions) == DEFAULT_LIMITS.tools:
             message = (
                 f"more than {DEFAULT_LIMITS.tools} tools, functions of namespaces among them: no more are possible"
             )
             raise ApiError(400, message, "tools")
-        self.functions.append(tool)
+        self.functions.append({"type": kind, kind: fields})
 
     def _add_namespace(self, namespace: str, tools: Sequence[Json], where: str) -> None:
         for i, tool in enumerate(tools):
@@ -185,8 +185,7 @@ class Tools:
                 raise ApiError(400, f"{at} must be a function with a name", at)
             flat = f"{namespace}{JOINT}{name}"
             self.namespaces[flat] = namespace, name
-            function = {key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat}
-            self._add({"type": "function", "function": function})
+            self._add({key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat})
 
 
 def _custom(tool: ResponsesTool, where: str) -> dict:
