@@ -210,6 +210,8 @@ def _xml_call(notation: Notation, rule: str, name: str, schema: dict, grammar: s
             rules.append(f"{value}: {' | '.join(choices)}")
         parts.append((key in required, f"{begin} {value} {closing}"))
     opening, ending = json.dumps(_head(name, "xml")), json.dumps("</function>")
+    if not parts:
+        return [f"{rule}: {opening} {ending}"]
     if len(parts) > MOST_BITS:
         inside = " ".join(part if is_required else f"({part})?" for is_required, part in parts)
         return [f"{rule}: {opening} {inside} {ending}", *rules]

@@ -115,12 +115,14 @@ def test_a_session_goes_on_as_it_was_recorded(scripted, name):
     read = READERS[session["path"].partition("?")[0]]
     known, last = {}, (0, 0)
     for turn, body in enumerate(bodies(session, known)):
+        # With "auto" the times of rounds decide whether prompts have the drafter's context, of which prefixes are cached.
+        body |= {"block_size": 8}
         answer = scripted.http.post(session["path"], json=body, headers=session["headers"])
         assert answer.status_code == 200, answer.text
         known |= names(answer.text, turn)
         expected, expected_calls = of_script(session["script"][turn])
         said, calls = read(answer.text)
-        assert re.sub(r"\d+\.$", "{thoughts}.", said.strip()) == expected
+        assert re.sub(r"\d+\.(?=\W*$)", "{thoughts}.", said.strip()) == expected
         assert as_texts(calls) == expected_calls
         if count := tokens(answer.text):
             # All of a prompt but its last token is kept. A summary takes the place of a conversation.
