@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, TABLES, SamplingState, sampling_mode
+from dflash_jax.models.selector import Candidates
 from dflash_jax.ops.sampling_noise import gumbel_noise
+from dflash_jax.parallel.sharding import UNSHARDED
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 # Codes in place of a token. NOT_FINITE: the model's logits are NaN or infinite. NOTHING_ALLOWED: the request's mask,
@@ -311,6 +313,42 @@ def compute_logprobs(
     best, ids = vocab.top_k(values, top)
     named = of(jnp.maximum(sampling.logprob_ids, 0)[:, None])
     return Logprobs(chosen, ids.astype(jnp.int32), best, named)
+
+
+def best_candidates(
+    logits: Float[Array, "B T V"],
+    sampling: SamplingState,
+    positions: Int[Array, "B T"],
+    mode: Int[Array, " B"],
+    count: int,
+    ids: Int[Array, " V"] | None = None,
+) -> Candidates:
+    """The tokens that `draw` compares last: the best ones of the greedy logits, or of the noised processed logits.
+
+    At a high temperature the draw is often outside the best tokens of the logits without noise.
+
+    Args:
+        logits: As of `draw`.
+        sampling: As of `draw`.
+        positions: As of `draw`.
+        mode: As of `draw`.
+        count: Candidates of each place; at most V are given.
+        ids: As of `draw`.
+
+    Returns:
+        The candidates, of [B, T, K].
+    """
+    options = sampling if ids is None else sampling.for_tokens(ids)
+    vocab = sampling.vocab if ids is None else UNSHARDED
+
+    def general() -> tuple[Array, Array]:
+        processed = process_logits(logits, options, mode=mode)
+        return vocab.top_k(add_noise(processed, options, positions, ids), count)
+
+    scores, tokens = jax.lax.cond((mode != GREEDY).any(), general, lambda: vocab.top_k(logits, count))
+    scale = jnp.where(sampling.temperature > 0, 1 / jnp.maximum(sampling.temperature, 1 / _MAX_SCALED), 1.0)
+    tokens = tokens.astype(jnp.int32)
+    return Candidates(tokens if ids is None else ids[tokens], scores, scale)
 
 
 def draw(

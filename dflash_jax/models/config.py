@@ -289,8 +289,34 @@ class DraftLayerSpec:
 
 
 @dataclass(frozen=True)
+class ConvSpec:
+    """The convolutions of DFlash2 around each sublayer of a block.
+
+    Attributes:
+        taps: Places that each place reads: itself and those before it.
+        group: Channels that share a coefficient of a place.
+    """
+
+    taps: int
+    group: int
+
+
+@dataclass(frozen=True)
+class SelectorSpec:
+    """What judges candidates with the token before them.
+
+    Attributes:
+        rank: Size of a token's rows.
+        top_k: Candidates of each place.
+    """
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash drafter.
+    """A drafter that fills a block in one pass: DFlash, or DFlash2, which has convolutions and a selector.
 
     Attributes:
         hidden_size: Width of the residual stream, that of the target.
@@ -304,6 +330,11 @@ class DraftConfig:
         max_positions: Positions of its context.
         own_embedding: Whether it has an embedding of its own, which its tensors tell; else it uses the target's.
         own_head: The same of its head.
+        conv: Convolutions around the sublayers; None for none.
+        selector: What chooses drafts from candidates; None: each place takes its own best token.
+        output_multiplier: Factor of the logits.
+        logit_cap: Logits x become cap · tanh(x / cap); 0 for no cap.
+        embedding_scale: Factor of the block's embeddings.
         acceptance_rates: Of rounds of its block size, the share that was measured to accept draft 1, draft 2, …; None
             where there is no record. Two configs that differ only here are equal.
     """
@@ -319,6 +350,11 @@ class DraftConfig:
     max_positions: int
     own_embedding: bool = False
     own_head: bool = False
+    conv: ConvSpec | None = None
+    selector: SelectorSpec | None = None
+    output_multiplier: float = 1.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
     acceptance_rates: tuple[float, ...] | None = field(default=None, compare=False)
 
     def passes(self, block_size: int) -> tuple[int, int]:

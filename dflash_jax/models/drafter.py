@@ -7,6 +7,7 @@ Dimension letters: B sequences, T tokens of a block or of an extension, V vocabu
 size.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -15,10 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models.config import DraftConfig, DraftLayerSpec
+from dflash_jax.models.config import ConvSpec, DraftConfig, DraftLayerSpec
 from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, DraftWindow, Proposal, TargetHeads
-from dflash_jax.models.layers import Attention, Mlp, RMSNorm, look_up, normal
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, constant, look_up, normal, parameter
 from dflash_jax.models.rope import Angles, rope_angles
+from dflash_jax.models.selector import Selector
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.cache_write import write
@@ -50,6 +52,77 @@ class DraftVocabulary(nnx.Module):
         return project(self.backend, hidden, self.head[...], dtype=jnp.float32)
 
 
+class BlockConvolution(nnx.Module):
+    """DFlash2's convolutions around a sublayer: each place of a block reads itself and the places before it.
+
+    The coefficients of both convolutions, before and after the sublayer, are projections of the sublayer's input; a
+    group of channels shares one, beside a coefficient of each channel that is the same for all places.
+
+    Attributes:
+        group: Channels of a group.
+        backend: Where operations run.
+        base: Coefficients of all places, [2, taps, H].
+        projection: Projection of the input to the others, [2, taps, H / group, H].
+    """
+
+    def __init__(
+        self,
+        spec: ConvSpec,
+        hidden: int,
+        rngs: nnx.Rngs | None,
+        dtype: DTypeLike,
+        backend: Backend,
+    ):
+        self.group, self.backend = spec.group, backend
+        # The identity at first: a drafter that gets convolutions drafts as before.
+        shape = (2, spec.taps, hidden)
+        self.base = parameter(rngs, shape, dtype, lambda _: jnp.zeros(shape).at[:, 0].set(1.0))
+        self.projection = constant(rngs, (2, spec.taps, hidden // spec.group, hidden), dtype, 0.0)
+
+    def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
+        return {"projection": 1}
+
+    def coefficients(self, x: Float[Array, "*B W H"]) -> Float[Array, "2 *B W taps H"]:
+        """The coefficients before and after the sublayer, whose normed input is x [..., W, H], float32."""
+        own = project(self.backend, x, self.projection[...], dtype=jnp.float32)
+        own = jnp.moveaxis(jnp.repeat(own, self.group, axis=-1), -3, 0)
+        base = self.base[...].astype(jnp.float32)
+        return base.reshape(2, *(1,) * (x.ndim - 1), *base.shape[1:]) + own
+
+    @staticmethod
+    def convolve(x: Float[Array, "*B W H"], coefficients: Float[Array, "*B W taps H"]) -> Float[Array, "*B W H"]:
+        """Σ_o coefficients[…, o] · x[place − o]; places before the block are zero.
+
+        Args:
+            x: [..., W, H].
+            coefficients: Of this side, [..., W, taps, H].
+
+        Returns:
+            [..., W, H] in x's dtype; sums are float32.
+        """
+        width, taps = x.shape[-2], coefficients.shape[-2]
+        padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 2) + [(taps - 1, 0), (0, 0)])
+        shifted = [jax.lax.slice_in_dim(padded, taps - 1 - o, taps - 1 - o + width, axis=-2) for o in range(taps)]
+        return jnp.stack([coefficients[..., o, :] * shifted[o] for o in range(taps)]).sum(0).astype(x.dtype)
+
+    def around(
+        self, x: Float[Array, "*B W H"], normed: Float[Array, "*B W H"], sublayer: Callable[[Array], Array]
+    ) -> Float[Array, "*B W H"]:
+        """x plus the sublayer's output, with both convolutions.
+
+        Args:
+            x: Hidden states, [..., W, H].
+            normed: Their norm, [..., W, H].
+            sublayer: Attention or the MLP, [..., W, H] → [..., W, H].
+
+        Returns:
+            [..., W, H].
+        """
+        before, after = self.coefficients(normed)
+        return x + self.convolve(sublayer(self.convolve(normed, before)), after)
+
+
 class DraftLayer(nnx.Module):
     """A layer of the drafter: attention over context and block, and an MLP.
 
@@ -59,6 +132,8 @@ class DraftLayer(nnx.Module):
         post_norm: Norm before the MLP.
         mixer: Attention.
         ffn: The MLP.
+        attention_conv: Convolutions around attention; absent without them.
+        mlp_conv: Convolutions around the MLP.
     """
 
     def __init__(
@@ -75,6 +150,10 @@ class DraftLayer(nnx.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype, layout, backend)
         self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype, layout, backend)
+        self.has_conv = config.conv is not None
+        if config.conv is not None:
+            self.attention_conv = BlockConvolution(config.conv, config.hidden_size, rngs, dtype, backend)
+            self.mlp_conv = BlockConvolution(config.conv, config.hidden_size, rngs, dtype, backend)
 
     def block_mask(self, block_sizes: Int[Array, " B"], size: int) -> Bool[Array, "B T T"]:
         """Which places of a block see one another.
@@ -131,9 +210,15 @@ class DraftLayer(nnx.Module):
         Returns:
             [B, T, H].
         """
-        h = self.input_norm.deferred(x)
-        x, _, _ = self.mixer(h, angles[self.spec.attention.rope], mask, cache, start, bounds, residual=x)
-        return self.ffn(self.post_norm.deferred(x), x)
+        angle = angles[self.spec.attention.rope]
+        if not self.has_conv:
+            h = self.input_norm.deferred(x)
+            x, _, _ = self.mixer(h, angle, mask, cache, start, bounds, residual=x)
+            return self.ffn(self.post_norm.deferred(x), x)
+        x = self.attention_conv.around(
+            x, self.input_norm(x), lambda h: self.mixer(h, angle, mask, cache, start, bounds)[0]
+        )
+        return self.mlp_conv.around(x, self.post_norm(x), self.ffn)
 
 
 class Drafter(nnx.Module):
@@ -150,6 +235,7 @@ class Drafter(nnx.Module):
         norm: Final norm.
         embed: Its own embeddings, [V, H]; absent where it uses the target's.
         head: Its own head, [V, H]; absent where it uses the target's.
+        selector: What chooses drafts from candidates; absent where each place takes its own best token.
         vocabulary: The tokens that are drafted; None for all.
     """
 
@@ -174,6 +260,9 @@ class Drafter(nnx.Module):
             self.embed = normal(rngs, table, dtype)
         if config.own_head:
             self.head = normal(rngs, table, dtype)
+        if config.selector is not None:
+            spec, vocab = config.selector, config.vocab_size
+            self.selector = Selector(spec, config.hidden_size, vocab, rngs, dtype, self.backend)
         self.vocabulary: DraftVocabulary | None = nnx.data(None)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
@@ -288,7 +377,7 @@ class Drafter(nnx.Module):
         size = embedded.shape[1]
         positions = start[:, None] + jnp.arange(size)[None]
         angles = self._angles(positions)
-        x = embedded
+        x = embedded * jnp.asarray(self.config.embedding_scale, embedded.dtype)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             bounds = layer.bounds(positions, start, window)
             x = layer(x, layer.block_mask(block_sizes, size), angles, layer_cache, start, bounds)
@@ -308,8 +397,20 @@ class Drafter(nnx.Module):
         heads = self.heads(heads)
         masks = jnp.full((last.shape[0], size - 1), self.config.mask_token_id, last.dtype)
         embedded = heads.embed(jnp.concatenate([last[:, None], masks], axis=1))
-        hidden = self.block(embedded, cache, start, block_sizes, window)
+        hidden = self.block(embedded, cache, start, block_sizes, window)[:, 1:]
         positions = start[:, None] + 1 + jnp.arange(size - 1)[None]
-        if self.vocabulary is None:
-            return Proposal(heads.draw(heads.logits(hidden[:, 1:]), positions))
-        return Proposal(heads.draw(self.vocabulary.logits(hidden[:, 1:]), positions, self.vocabulary.ids[...]))
+        vocabulary = self.vocabulary
+        logits = self.scaled(heads.logits(hidden) if vocabulary is None else vocabulary.logits(hidden))
+        ids = None if vocabulary is None else vocabulary.ids[...]
+        if self.config.selector is None:
+            return Proposal(heads.draw(logits, positions, ids))
+        candidates = heads.candidates(logits, positions, self.config.selector.top_k, ids)
+        pairs = self.selector.pairs(hidden, candidates.predecessors(last), candidates.tokens)
+        tokens, scores = candidates.walk(pairs)
+        return Proposal(tokens, scores=scores)
+
+    def scaled(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+        """Logits float32 [..., V] of the head with the configuration's factor and cap."""
+        config = self.config
+        logits = logits if config.output_multiplier == 1 else logits * config.output_multiplier
+        return logits if not config.logit_cap else config.logit_cap * jnp.tanh(logits / config.logit_cap)

@@ -1,4 +1,4 @@
-"""DFlash drafters: every published layout of their ``config.json``, and their weight names."""
+"""DFlash and DFlash2 drafters: every published layout of their ``config.json``, and their weight names."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TypeGuard
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.config import AttentionSpec, DraftConfig, DraftLayerSpec
+from dflash_jax.models.config import AttentionSpec, ConvSpec, DraftConfig, DraftLayerSpec, SelectorSpec
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.reading import (
     LIMITS,
@@ -19,22 +19,21 @@ from dflash_jax.models.families.reading import (
 )
 from dflash_jax.models.families.tables import attention_entries, mlp_entries
 
-# Classes with DFlash's tensors and mathematics: z-lab's, NeMo Automodel's and vLLM's.
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashQwen3ForCausalLM")
+# Classes with DFlash's tensors and mathematics, z-lab's, NeMo Automodel's and vLLM's, and DFlash2's, which has more.
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashQwen3ForCausalLM", "DFlash2DraftModel")
 # Tensors of an embedding and a head of the drafter's own.
 EMBEDDINGS, HEAD = ("embed_tokens.weight", "model.embed_tokens.weight"), "lm_head.weight"
 # Keys of ``dflash_config`` that are supported. JetSpec's drafters differ from DFlash's in ``causal_head`` only.
 KEYS = (
     *("block_size", "mask_token_id", "num_target_layers", "target_layer_ids", "target_hidden_size"),
     *("is_causal", "causal", "causal_head", "use_swa", "swa_window_size"),
+    # DFlash2's.
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
 )
 # Other block drafters, which are refused by name: the prefix of their architectures, and the keys that only they
 # have. A key that is null, false or 0 has no effect.
 OTHERS = {
-    "DFlash2": (
-        *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "selector_vocab_size"),
-        *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
-    ),
     "LiLiCorr": (
         *("lilicorr_enabled", "lilicorr_candidate_topk", "lilicorr_hidden_size", "lilicorr_num_layers"),
         *("lilicorr_num_heads", "lilicorr_mlp_ratio", "lilicorr_factor_dim", "lilicorr_vector_eps"),
@@ -75,7 +74,8 @@ def check_method(raw: dict, section: dict) -> None:
         evidence = [a for a in named if a.lower().startswith(method.lower())]
         evidence += sorted(k for k in options if k in keys or k.startswith(f"{method.lower()}_"))
         if evidence:
-            raise InputError(f"this is a {method} drafter ({', '.join(evidence)}): only DFlash is known here")
+            known = "only DFlash and DFlash2 are known here"
+            raise InputError(f"this is a {method} drafter ({', '.join(evidence)}): {known}")
     if named:
         raise InputError(f"architectures is {shown(named)}: the drafters known here are {', '.join(ARCHITECTURES)}")
     if raw.get("head_type") not in (None, "auto"):
@@ -155,6 +155,39 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     return [(window if slides else None, slides if causal is None else causal) for slides in sliding]
 
 
+def read_conv(merged: Raw, hidden: int) -> ConvSpec | None:
+    """The convolutions of DFlash2; None without them.
+
+    Raises:
+        InputError: One of the two keys is missing, or the group does not divide the hidden size.
+    """
+    taps, group = _both(merged, "conv_kernel_size", "conv_group_size")
+    if taps is None or group is None:
+        return None
+    if hidden % group:
+        raise InputError(f"conv_group_size is {group}: it must divide hidden_size, {hidden}")
+    return ConvSpec(taps, group)
+
+
+def read_selector(merged: Raw) -> SelectorSpec | None:
+    """The selector of DFlash2; None without it.
+
+    Raises:
+        InputError: One of the two keys is missing.
+    """
+    rank, top_k = _both(merged, "selector_rank", "selector_top_k")
+    return None if rank is None or top_k is None else SelectorSpec(rank, top_k)
+
+
+def _both(merged: Raw, *keys: str) -> list[int | None]:
+    """The values of keys that come together, or None for each."""
+    values = [merged.integer(key, None) for key in keys]
+    missing = [key for key, value in zip(keys, values, strict=True) if value is None]
+    if missing and len(missing) < len(keys):
+        raise InputError(f"{missing[0]} is missing: it comes with {next(key for key in keys if key not in missing)}")
+    return values
+
+
 def equal_rates(acceptance_length: float, block_size: int) -> tuple[float, ...]:
     """`DraftConfig.acceptance_rates` r, r², … with which rounds yield ``acceptance_length`` tokens on average."""
     low, high = 0.0, 1.0
@@ -192,7 +225,7 @@ def read_config(raw: dict) -> DraftConfig:
     """Reads a drafter's ``config.json``. Keys inside ``dflash_config`` override those at top level.
 
     Raises:
-        InputError: The drafter is not DFlash, or a value is invalid.
+        InputError: The drafter is neither DFlash nor DFlash2, or a value is invalid.
     """
     section = Raw(raw).section("dflash_config")
     check_method(raw, section)
@@ -219,6 +252,11 @@ def read_config(raw: dict) -> DraftConfig:
         num_target_layers=merged.need("num_target_layers"),
         norm_eps=merged.norm_eps,
         max_positions=read_positions(merged, rope),
+        conv=read_conv(merged, hidden),
+        selector=read_selector(merged),
+        output_multiplier=merged.number("output_multiplier", 1.0, -1e6, 1e6),
+        logit_cap=merged.number("final_logit_softcapping", 0.0, 0.0, 1e6),
+        embedding_scale=merged.number("input_embedding_scale", 1.0, -1e6, 1e6),
         acceptance_rates=recorded_acceptance(raw, block_size),
     )
     # Checked above: the keys of other methods are off.
@@ -260,4 +298,21 @@ def weight_names(config: DraftConfig, names: Collection[str] = ()) -> list[Entry
         entries.append(same(f"{at}post_norm.weight", (hidden,), f"{at}post_attention_layernorm.weight"))
         entries += attention_entries(f"{at}mixer.", f"{at}self_attn.", spec.attention, hidden)
         entries += mlp_entries(f"{at}ffn.", f"{at}mlp.", spec.intermediate_size, hidden)
+        if config.conv is not None:
+            taps, group = config.conv.taps, config.conv.group
+            for side in ("attention_conv", "mlp_conv"):
+                shape, disk = (2, taps, hidden // group, hidden), (2 * taps * hidden // group, hidden)
+                entries.append(same(f"{at}{side}.base", (2, taps, hidden), f"{at}{side}.base_kernel"))
+                entries.append(same(f"{at}{side}.projection", shape, f"{at}{side}.kernel_projection.weight", disk))
+    if config.selector is not None:
+        rank, at = config.selector.rank, "candidate_selector."
+        entries.append(same("selector.hidden", (rank, hidden), f"{at}hidden_projection.weight"))
+        for part in ("predecessor", "successor"):
+            name = f"{at}{part}_codebook"
+            entries.append(same(f"selector.{part}", (config.vocab_size, rank), _named(name, names)))
     return entries
+
+
+def _named(name: str, names: Collection[str]) -> str:
+    """``name``, or with ".weight" after it where the checkpoint has that."""
+    return f"{name}.weight" if f"{name}.weight" in names else name
