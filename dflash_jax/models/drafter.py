@@ -215,10 +215,26 @@ class DraftLayer(nnx.Module):
             h = self.input_norm.deferred(x)
             x, _, _ = self.mixer(h, angle, mask, cache, start, bounds, residual=x)
             return self.ffn(self.post_norm.deferred(x), x)
-        x = self.attention_conv.around(
-            x, self.input_norm(x), lambda h: self.mixer(h, angle, mask, cache, start, bounds)[0]
-        )
-        return self.mlp_conv.around(x, self.post_norm(x), self.ffn)
+        return self.separately(x, lambda h: self.mixer(h, angle, mask, cache, start, bounds)[0], self.ffn)
+
+    def separately(
+        self, x: Float[Array, "*B W H"], attend: Callable[[Array], Array], ffn: Callable[[Array], Array]
+    ) -> Float[Array, "*B W H"]:
+        """The layer from its parts, with nothing fused: norms, convolutions and sums around both sublayers.
+
+        Args:
+            x: Hidden states of blocks, [..., W, H].
+            attend: Attention, [..., W, H] → [..., W, H].
+            ffn: The MLP, likewise.
+
+        Returns:
+            [..., W, H].
+        """
+        if not self.has_conv:
+            x = x + attend(self.input_norm(x))
+            return x + ffn(self.post_norm(x))
+        x = self.attention_conv.around(x, self.input_norm(x), attend)
+        return self.mlp_conv.around(x, self.post_norm(x), ffn)
 
 
 class Drafter(nnx.Module):
