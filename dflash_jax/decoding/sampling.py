@@ -13,7 +13,7 @@ Dimension letters: B sequences, T positions of this call, V vocabulary (a device
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -338,10 +338,10 @@ def best_candidates(
     Returns:
         The candidates, of [B, T, K].
     """
-    options = sampling if ids is None else sampling.for_tokens(ids)
     vocab = sampling.vocab if ids is None else UNSHARDED
 
     def general() -> tuple[Array, Array]:
+        options = sampling if ids is None else sampling.for_tokens(ids)
         processed = process_logits(logits, options, mode=mode)
         return vocab.top_k(add_noise(processed, options, positions, ids), count)
 
@@ -391,7 +391,8 @@ def draw(
         return Logprobs.zeros(positions.shape, top)
 
     def greedy() -> tuple[Array, Logprobs | None]:
-        tokens, largest = sampling.argmax(_apply_mask(logits, sampling, mask))
+        options = sampling if ids is None else replace(sampling, vocab=UNSHARDED)
+        tokens, largest = options.argmax(_apply_mask(logits, sampling, mask))
         nothing_allowed = mask is not None and largest == -jnp.inf
         tokens = _mark_invalid(tokens, largest, jnp.where(nothing_allowed, NOTHING_ALLOWED, NOT_FINITE))
         return tokens, None if wants_logprobs is None else no_logprobs()

@@ -23,6 +23,7 @@ from dflash_jax.checkpoint.load import (
     load_tower,
     read_draft_tokens,
 )
+from dflash_jax.checkpoint.parameters import cast
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import read_chat_template
@@ -264,6 +265,6 @@ def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
         is_leaf=is_weight,
     )
     is_kept = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
-    leaves = [np.asarray(x).astype(DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
+    leaves = [cast(np.asarray(x), DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
     placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
     return packed(without_copies(jax.tree.unflatten(jax.tree.structure(shape), placed), target), dtype)

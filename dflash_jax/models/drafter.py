@@ -1,5 +1,8 @@
 """The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer that reads the target's hidden features.
 
+DFlash2 adds convolutions within the block and a selector of drafts, DSpark (arXiv 2607.05147) a Markov head, which is a
+selector too, and a head for the drafts' probabilities.
+
 It fills a block ``[last token, MASK, …]`` in one pass. In each layer the keys and values of the context are projections
 of the target's features, not of the drafter's hidden states. Queries, output projection and MLP see the block alone.
 
@@ -25,7 +28,7 @@ from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.cache_write import write
 from dflash_jax.ops.linear import project
-from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
+from dflash_jax.parallel.sharding import ONE_DEVICE, UNSHARDED, AxisSharding, Layout
 
 
 class DraftVocabulary(nnx.Module):
@@ -109,7 +112,7 @@ class BlockConvolution(nnx.Module):
     def around(
         self, x: Float[Array, "*B W H"], normed: Float[Array, "*B W H"], sublayer: Callable[[Array], Array]
     ) -> Float[Array, "*B W H"]:
-        """x plus the sublayer's output, with both convolutions.
+        """X plus the sublayer's output, with both convolutions.
 
         Args:
             x: Hidden states, [..., W, H].
@@ -250,9 +253,14 @@ class Drafter(nnx.Module):
         layers: The layers.
         norm: Final norm.
         embed: Its own embeddings, [V, H]; absent where it uses the target's.
-        head: Its own head, [V, H]; absent where it uses the target's.
+        head: Its own head, [V, H], or of the tokens ``head_ids`` only, [N, H]; absent where it uses the target's.
+        head_ids: The tokens of its own head, int32 [N], ascending; absent where these are all.
+        mask: Embedding of the places of the drafts, [H]; absent where that is the mask token's.
         selector: What chooses drafts from candidates; absent where each place takes its own best token.
-        vocabulary: The tokens that are drafted; None for all.
+        confidence: Weights of the drafts' probabilities, [1, H] or, with the token before each, [1, H + R]; absent
+            without such a head.
+        confidence_bias: [1].
+        vocabulary: The tokens that are drafted; None for all that its head has.
     """
 
     def __init__(
@@ -271,19 +279,29 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout, self.backend) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
-        table = (config.vocab_size, config.hidden_size)
+        hidden, vocab, drafted = config.hidden_size, config.vocab_size, config.draft_vocab_size
         if config.own_embedding:
-            self.embed = normal(rngs, table, dtype)
+            self.embed = normal(rngs, (vocab, hidden), dtype)
         if config.own_head:
-            self.head = normal(rngs, table, dtype)
+            self.head = normal(rngs, (drafted or vocab, hidden), dtype)
+        if drafted is not None:
+            self.head_ids = parameter(rngs, (drafted,), jnp.int32, lambda _: jnp.arange(drafted))
+        if config.own_mask:
+            self.mask = normal(rngs, (hidden,), dtype)
         if config.selector is not None:
-            spec, vocab = config.selector, config.vocab_size
-            self.selector = Selector(spec, config.hidden_size, vocab, rngs, dtype, self.backend)
+            spec = config.selector
+            self.selector = Selector(spec, hidden, vocab, drafted or vocab, rngs, dtype, self.backend)
+        if config.confidence is not None:
+            rank = 0 if config.confidence == "state" or config.selector is None else config.selector.rank
+            self.confidence = normal(rngs, (1, hidden + rank), dtype)
+            self.confidence_bias = constant(rngs, (1,), dtype, 0.0)
         self.vocabulary: DraftVocabulary | None = nnx.data(None)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
-        return {"fc": (self.features,), "embed": (self.vocab,), "head": (self.vocab,)}
+        # Draws from some tokens only need all of them.
+        head = self.vocab if self.config.draft_vocab_size is None else UNSHARDED
+        return {"fc": (self.features,), "embed": (self.vocab,), "head": (head,)}
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
@@ -329,7 +347,13 @@ class Drafter(nnx.Module):
 
     def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
         """The own head's rows of the tokens ``ids``, as `Decoder.head_rows`."""
-        return self.head[...][ids]
+        return self.head[...][self._rows(ids)]
+
+    def _rows(self, tokens: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """The rows of the tokens in the own head, and among the selector's successors."""
+        if self.config.draft_vocab_size is None:
+            return tokens
+        return jnp.minimum(jnp.searchsorted(self.head_ids[...], tokens), self.config.draft_vocab_size - 1)
 
     def context(self, features: Float[Array, "B T taps H"]) -> Float[Array, "B T H"]:
         """The context that every layer's keys and values read.
@@ -410,20 +434,53 @@ class Drafter(nnx.Module):
         window: DraftWindow = NO_WINDOW,
     ) -> Proposal:
         """As `Drafting.propose`."""
-        heads = self.heads(heads)
-        masks = jnp.full((last.shape[0], size - 1), self.config.mask_token_id, last.dtype)
-        embedded = heads.embed(jnp.concatenate([last[:, None], masks], axis=1))
-        hidden = self.block(embedded, cache, start, block_sizes, window)[:, 1:]
+        heads, config = self.heads(heads), self.config
+        hidden = self._draft_states(heads, cache, last, start, block_sizes, size, window)
         positions = start[:, None] + 1 + jnp.arange(size - 1)[None]
-        vocabulary = self.vocabulary
-        logits = self.scaled(heads.logits(hidden) if vocabulary is None else vocabulary.logits(hidden))
-        ids = None if vocabulary is None else vocabulary.ids[...]
-        if self.config.selector is None:
-            return Proposal(heads.draw(logits, positions, ids))
-        candidates = heads.candidates(logits, positions, self.config.selector.top_k, ids)
-        pairs = self.selector.pairs(hidden, candidates.predecessors(last), candidates.tokens)
-        tokens, scores = candidates.walk(pairs)
+        if self.vocabulary is not None:
+            logits, ids = self.vocabulary.logits(hidden), self.vocabulary.ids[...]
+        else:
+            logits, ids = heads.logits(hidden), None if config.draft_vocab_size is None else self.head_ids[...]
+        logits, scores = self.scaled(logits), None
+        if config.selector is None:
+            tokens = heads.draw(logits, positions, ids)
+        else:
+            candidates = heads.candidates(logits, positions, config.selector.top_k, ids)
+            tokens, scores = self.selector.choose(hidden, last, candidates, self._rows(candidates.tokens))
+        if config.confidence is not None:
+            scores = self._confidence(hidden, jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
         return Proposal(tokens, scores=scores)
+
+    def _draft_states(
+        self,
+        heads: TargetHeads,
+        cache: DraftCache,
+        last: Int[Array, " B"],
+        start: Int[Array, " B"],
+        block_sizes: Int[Array, " B"],
+        size: int,
+        window: DraftWindow,
+    ) -> Float[Array, "B drafts H"]:
+        """Hidden states of the places that draft, after the final norm; arguments as of `propose`."""
+        config = self.config
+        # A shifted block of another size than the trained one drafts worse: its layers are bidirectional.
+        width = config.block_size - 1 if config.is_shifted else size
+        masks = jnp.full((last.shape[0], width - 1), config.mask_token_id, last.dtype)
+        embedded = heads.embed(jnp.concatenate([last[:, None], masks], axis=1))
+        if config.own_mask:
+            embedded = embedded.at[:, 1:].set(self.mask[...].astype(embedded.dtype))
+        if not config.is_shifted:
+            return self.block(embedded, cache, start, block_sizes, window)[:, 1:]
+        return self.block(embedded, cache, start, jnp.full_like(block_sizes, width), window)[:, : size - 1]
+
+    def _confidence(self, hidden: Float[Array, "B L H"], before: Int[Array, "B L"]) -> Float[Array, "B L"]:
+        """The drafts' probabilities, given that those before them are right: of the states, and the tokens before."""
+        features = hidden.astype(jnp.float32)
+        if self.config.confidence == "state and token":
+            rows = self.selector.predecessor[...][before].astype(jnp.float32)
+            features = jnp.concatenate([features, rows], axis=-1)
+        logits = features @ self.confidence[0].astype(jnp.float32) + self.confidence_bias[0].astype(jnp.float32)
+        return jax.nn.sigmoid(logits)
 
     def scaled(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
         """Logits float32 [..., V] of the head with the configuration's factor and cap."""

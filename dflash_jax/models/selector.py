@@ -1,9 +1,9 @@
 """Choosing a chain of drafts from candidates, each judged with the draft before it: the heads of DFlash2 and DSpark.
 
-A drafter's own logits judge every place alone. A *selector* takes the k best tokens of each place as its candidates, and
-adds a score for each pair of a candidate and its predecessor. All pairs of a block are scored at once. The choice at a
-place is then a map from the k possible predecessors to the k candidates, and the maps are composed: no loop of small
-steps.
+A drafter's own logits judge every place alone. A *selector* takes the k best tokens of each place as its candidates,
+and adds a score for each pair of a candidate and its predecessor. All pairs of a block are scored at once. The choice
+at a place is then a map from the k possible predecessors to the k candidates, and the maps are composed: no loop of
+small steps.
 
 Dimension letters: B sequences, L drafts, K candidates, P predecessors (K), R rank, H hidden size, V vocabulary.
 """
@@ -65,14 +65,19 @@ class Candidates:
 
 
 class Selector(nnx.Module):
-    """DFlash2's selector: the score of a pair is Σ_r predecessor_r · gate_r · successor_r, with a gate of the place.
+    """The score of a pair: Σ_r predecessor_r · gate_r · successor_r, with a gate as `SelectorSpec.kind` says.
+
+    Sources: DFlash2 as NeMo Automodel and z-lab write it; DSpark's Markov heads, arXiv 2607.05147.
 
     Attributes:
         spec: Its configuration.
         backend: Where operations run.
-        hidden: Projection of hidden states to gates, [R, H].
         predecessor: A row for each token as a predecessor, [V, R].
-        successor: A row for each token as a candidate, [V, R].
+        successor: A row for each token that is drafted, [N, R].
+        gate: Projection to gates: "dflash2": of the state, [R, H]; "gated": of state and predecessor's row,
+            [R, H + R]; "rnn": of a recurrent state, the predecessor's row and the state, [3 R, 2 R + H]; absent in
+            "vanilla".
+        gate_bias: [R] or [3 R]; of "gated" and "rnn".
     """
 
     def __init__(
@@ -80,34 +85,81 @@ class Selector(nnx.Module):
         spec: SelectorSpec,
         hidden: int,
         vocab: int,
+        drafted: int,
         rngs: nnx.Rngs | None,
         dtype: DTypeLike,
         backend: Backend,
     ):
         self.spec, self.backend = spec, backend
-        self.hidden = normal(rngs, (spec.rank, hidden), dtype)
-        self.predecessor = normal(rngs, (vocab, spec.rank), dtype)
+        rank = spec.rank
+        self.predecessor = normal(rngs, (vocab, rank), dtype)
         # Without successors it changes nothing: a drafter that gets a selector drafts as before.
-        self.successor = constant(rngs, (vocab, spec.rank), dtype, 0.0)
+        self.successor = constant(rngs, (drafted, rank), dtype, 0.0)
+        if shape := gate_shape(spec, hidden):
+            self.gate = normal(rngs, shape, dtype)
+            if spec.kind != "dflash2":
+                self.gate_bias = constant(rngs, shape[:1], dtype, 0.0)
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
-        return {"hidden": 1}
+        return {"gate": 1} if self.spec.kind == "dflash2" else {}
 
-    def pairs(
-        self, hidden: Float[Array, "B L H"], predecessors: Int[Array, "B L P"], candidates: Int[Array, "B L K"]
-    ) -> Float[Array, "B L P K"]:
-        """Scores of predecessors and candidates.
+    def choose(
+        self, hidden: Float[Array, "B L H"], last: Int[Array, " B"], candidates: Candidates, rows: Int[Array, "B L K"]
+    ) -> tuple[Int[Array, "B L"], Float[Array, "B L"]]:
+        """Chooses the drafts of a block.
 
         Args:
-            hidden: Hidden states of the places after the final norm, [B, L, H].
-            predecessors: Token ids, int [B, L, P].
-            candidates: Token ids, int [B, L, K].
+            hidden: Hidden states of their places after the final norm, [B, L, H].
+            last: The last known token, int [B].
+            candidates: The candidates.
+            rows: The candidates' rows of `successor`, int [B, L, K].
 
         Returns:
-            float32 [B, L, P, K].
+            As `Candidates.walk`.
         """
-        gates = project(self.backend, hidden, self.hidden[...], dtype=jnp.float32)
-        before = self.predecessor[...][predecessors].astype(jnp.float32) * gates[:, :, None]
-        after = self.successor[...][candidates].astype(jnp.float32)
-        return jnp.einsum("blpr,blkr->blpk", before, after)
+        after = self.successor[...][rows].astype(jnp.float32)
+        if self.spec.kind == "rnn":
+            return self._run(hidden.astype(jnp.float32), last, candidates, after)
+        before = self.predecessor[...][candidates.predecessors(last)].astype(jnp.float32)
+        before = before * self._gates(hidden, before)
+        return candidates.walk(jnp.einsum("blpr,blkr->blpk", before, after))
+
+    def _gates(self, hidden: Float[Array, "B L H"], before: Float[Array, "B L P R"]) -> Array | float:
+        """The gates of each predecessor, whose rows are ``before``, or what broadcasts to them."""
+        if self.spec.kind == "vanilla":
+            return 1.0
+        if self.spec.kind == "dflash2":
+            return project(self.backend, hidden, self.gate[...], dtype=jnp.float32)[:, :, None]
+        of_state, of_row = jnp.split(self.gate[...].astype(jnp.float32), [hidden.shape[-1]], axis=1)
+        gates = (hidden.astype(jnp.float32) @ of_state.T)[:, :, None] + before @ of_row.T
+        return jax.nn.sigmoid(gates + self.gate_bias[...].astype(jnp.float32))
+
+    def _run(
+        self, hidden: Float[Array, "B L H"], last: Int[Array, " B"], candidates: Candidates, after: Array
+    ) -> tuple[Int[Array, "B L"], Float[Array, "B L"]]:
+        """`choose` with a recurrent state, one place after another: its maps depend on all tokens before them."""
+        joint, bias = self.gate[...].astype(jnp.float32), self.gate_bias[...].astype(jnp.float32)
+        state, token = jnp.zeros((len(last), self.spec.rank)), last
+        tokens, shares = [], []
+        for place in range(hidden.shape[1]):
+            row = self.predecessor[...][token].astype(jnp.float32)
+            mixed = jnp.concatenate([state, row, hidden[:, place]], axis=-1) @ joint.T + bias
+            keep, new, out = jnp.split(mixed, 3, axis=-1)
+            keep = jax.nn.sigmoid(keep)
+            state = keep * state + (1 - keep) * jnp.tanh(new)
+            pairs = jnp.einsum("br,bkr->bk", jnp.tanh(out), after[:, place])
+            here = jax.tree.map(lambda x, place=place: x[:, place : place + 1], (candidates.tokens, candidates.scores))
+            token, share = Candidates(*here, candidates.scale).walk(pairs[:, None, None])
+            token = token[:, 0]
+            tokens.append(token)
+            shares.append(share)
+        return jnp.stack(tokens, axis=1), jnp.concatenate(shares, axis=1)
+
+
+def gate_shape(spec: SelectorSpec, hidden: int) -> tuple[int, int] | None:
+    """The shape of `Selector.gate` for a hidden size; None without one."""
+    rank = spec.rank
+    return {"dflash2": (rank, hidden), "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}.get(
+        spec.kind
+    )

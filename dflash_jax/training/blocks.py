@@ -98,8 +98,6 @@ def block_states(drafter: Drafter, features, embedded, anchors, starts=None):
     positions = (anchors - first)[..., None] + jnp.arange(w)
     x = embedded * jnp.asarray(drafter.config.embedding_scale, embedded.dtype)
     for layer, (keys, values) in zip(drafter.layers, context, strict=True):
-        attend = partial(
-            _attend, layer, keys=keys, values=values, anchors=anchors, first=first, positions=positions
-        )
+        attend = partial(_attend, layer, keys=keys, values=values, anchors=anchors, first=first, positions=positions)
         x = layer.separately(x, attend, lambda h, ffn=layer.ffn: ffn(h.reshape(b, a * w, -1)).reshape(h.shape))
     return drafter.norm(x)

@@ -45,7 +45,7 @@ def drafter(request, target):
     config = tiny_draft_config(target.config, windows=(10, None))
     drafter = random_drafter(replace(config, conv=ConvSpec(2, 4), selector=SelectorSpec(5, TOP_K)), 1)
     # A selector that moves every other choice.
-    drafter.selector.hidden[...] *= 3
+    drafter.selector.gate[...] *= 3
     if request.param:
         ids = jnp.arange(1, VOCAB, 2)
         drafter.vocabulary = DraftVocabulary(ids, target.head_rows(ids), target.backend)
@@ -79,7 +79,7 @@ def test_drafts_are_the_walk_over_what_a_draw_compares(target, drafter, mode):
     noised = add_noise(process_logits(logits, options), options, start[:, None] + 1 + jnp.arange(15)[None], ids)
     scores = np.full((4, 15, VOCAB), -np.inf)
     scores[..., np.arange(VOCAB) if ids is None else np.asarray(ids)] = np.asarray(noised)
-    parts = {"hidden_projection.weight": "hidden"} | {f"{p}_codebook": p for p in ("predecessor", "successor")}
+    parts = {"hidden_projection.weight": "gate"} | {f"{p}_codebook": p for p in ("predecessor", "successor")}
     tensors = {f"candidate_selector.{name}": getattr(drafter.selector, part)[...] for name, part in parts.items()}
     raw, moved, compared = {"dflash_config": {"selector_top_k": TOP_K}}, 0, 0
     for row in range(4):

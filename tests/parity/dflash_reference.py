@@ -115,19 +115,43 @@ def chain(raw, tensors, hidden, last, scores, scale=1.0, dtype=np.float64):
     """
     w = {name: np.asarray(value, dtype) for name, value in tensors.items()}
     tokens, leads = [], []
+    rank, kind = option(raw, "markov_rank"), option(raw, "markov_head_type")
+    state = np.zeros(rank or 0)
     for place, row in enumerate(scores):
-        if not (top := option(raw, "selector_top_k")):
-            candidates, total = np.arange(len(row)), row
-        else:
+        previous, candidates, total = tokens[-1] if tokens else last, np.arange(len(row)), row
+        if top := option(raw, "selector_top_k") or (rank and option(raw, "dspark_draft_topk", 16)):
             candidates = np.argsort(-row, kind="stable")[:top]
+        if option(raw, "selector_top_k"):
             gate = w["candidate_selector.hidden_projection.weight"] @ hidden[place]
-            before = w["candidate_selector.predecessor_codebook"][tokens[-1] if tokens else last]
-            after = w["candidate_selector.successor_codebook"][candidates]
-            total = row[candidates] + scale * (after * gate * before).sum(-1)
+            before = gate * w["candidate_selector.predecessor_codebook"][previous]
+            total = row[candidates] + scale * w["candidate_selector.successor_codebook"][candidates] @ before
+        elif rank:
+            before = w["markov_head.markov_w1.weight"][previous]
+            if kind == "gated":
+                read = np.concatenate([hidden[place], before])
+                gate = w["markov_head.gate_proj.weight"] @ read + w["markov_head.gate_proj.bias"]
+                before = before / (1 + np.exp(-gate))
+            elif kind == "rnn":
+                read = np.concatenate([state, before, hidden[place]])
+                mixed = w["markov_head.joint_proj.weight"] @ read + w["markov_head.joint_proj.bias"]
+                keep = 1 / (1 + np.exp(-mixed[:rank]))
+                state = keep * state + (1 - keep) * np.tanh(mixed[rank : 2 * rank])
+                before = np.tanh(mixed[2 * rank :])
+            total = row[candidates] + scale * w["markov_head.markov_w2.weight"][candidates] @ before
         best = np.sort(total)
         tokens.append(int(candidates[total.argmax()]))
         leads.append(best[-1] - best[-2])
     return tokens, leads
+
+
+def confidence(raw, tensors, hidden, last, tokens):
+    """The probability of each drafted token as DSpark's head says it."""
+    w = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
+    read = hidden
+    if option(raw, "confidence_head_with_markov"):
+        read = np.concatenate([hidden, w["markov_head.markov_w1.weight"][[last, *tokens[:-1]]]], axis=1)
+    logit = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
+    return 1 / (1 + np.exp(-logit))
 
 
 def drafter(raw, tensors, features, block, draft_window=None, sinks=0, dtype=np.float64):

@@ -52,7 +52,8 @@ CASES = {
     "one_group": config(dflash_config={"conv_kernel_size": 3, "conv_group_size": HIDDEN}),
     "selector_alone": config(dflash_config={"selector_rank": 3, "selector_top_k": 8}),
     "factors": config(
-        dflash_config=SELECTOR | {"output_multiplier": 0.4, "final_logit_softcapping": 9.0, "input_embedding_scale": 3.0}
+        dflash_config=SELECTOR
+        | {"output_multiplier": 0.4, "final_logit_softcapping": 9.0, "input_embedding_scale": 3.0}
     ),
     "factors_alone": config(output_multiplier=1.7, final_logit_softcapping=9.0, input_embedding_scale=0.5),
     "more_candidates_than_tokens": config(dflash_config=CONVOLUTIONS | {"selector_rank": 2, "selector_top_k": 64}),
@@ -141,15 +142,12 @@ def test_new_parts_change_nothing_at_first():
     shape = (3, 9, plain.hidden_size)
     embedded = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     args = (jnp.zeros(3, jnp.int32), jnp.full(3, 9, jnp.int32))
-    states = [
-        np.asarray(d.block(embedded, d.init_cache(3, 32, jnp.float32), *args))
-        for d in (with_parts, without)
-    ]
+    states = [np.asarray(d.block(embedded, d.init_cache(3, 32, jnp.float32), *args)) for d in (with_parts, without)]
     np.testing.assert_allclose(*states, rtol=0, atol=1e-5)
     candidates = best(jnp.asarray(rng.standard_normal((3, 8, 50)), jnp.float32), None, 6)
     hidden = jnp.asarray(states[0][:, 1:])
-    pairs = with_parts.selector.pairs(hidden, candidates.predecessors(jnp.arange(3)), candidates.tokens)
-    np.testing.assert_array_equal(candidates.walk(pairs)[0], candidates.tokens[..., 0])
+    chosen, _ = with_parts.selector.choose(hidden, jnp.arange(3), candidates, candidates.tokens)
+    np.testing.assert_array_equal(chosen, candidates.tokens[..., 0])
 
 
 def test_a_place_reaches_no_other_sequence_and_none_before_it():
