@@ -436,7 +436,7 @@ class Drafter(nnx.Module):
         """As `Drafting.propose`."""
         heads, config = self.heads(heads), self.config
         hidden = self._draft_states(heads, cache, last, start, block_sizes, size, window)
-        positions = start[:, None] + 1 + jnp.arange(size - 1)[None]
+        positions = start[:, None] + 1 + jnp.arange(hidden.shape[1])[None]
         if self.vocabulary is not None:
             logits, ids = self.vocabulary.logits(hidden), self.vocabulary.ids[...]
         else:
@@ -449,7 +449,9 @@ class Drafter(nnx.Module):
             tokens, scores = self.selector.choose(hidden, last, candidates, self._rows(candidates.tokens))
         if config.confidence is not None:
             scores = self._confidence(hidden, jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
-        return Proposal(tokens, scores=scores)
+        # A shifted block has no more drafts than its trained size.
+        missing = [(0, 0), (0, size - 1 - hidden.shape[1])]
+        return Proposal(jnp.pad(tokens, missing), scores=None if scores is None else jnp.pad(scores, missing))
 
     def _draft_states(
         self,
@@ -461,7 +463,7 @@ class Drafter(nnx.Module):
         size: int,
         window: DraftWindow,
     ) -> Float[Array, "B drafts H"]:
-        """Hidden states of the places that draft, after the final norm; arguments as of `propose`."""
+        """Final hidden states of the places that draft, ``size`` - 1 at most; arguments as of `propose`."""
         config = self.config
         # A shifted block of another size than the trained one drafts worse: its layers are bidirectional.
         width = config.block_size - 1 if config.is_shifted else size
