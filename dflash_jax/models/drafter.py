@@ -448,7 +448,7 @@ class Drafter(nnx.Module):
             candidates = heads.candidates(logits, positions, config.selector.top_k, ids)
             tokens, scores = self.selector.choose(hidden, last, candidates, self._rows(candidates.tokens))
         if config.confidence is not None:
-            scores = self._confidence(hidden, jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
+            scores = self.probabilities(hidden, jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
         # A shifted block has no more drafts than its trained size.
         missing = [(0, 0), (0, size - 1 - hidden.shape[1])]
         return Proposal(jnp.pad(tokens, missing), scores=None if scores is None else jnp.pad(scores, missing))
@@ -475,8 +475,16 @@ class Drafter(nnx.Module):
             return self.block(embedded, cache, start, block_sizes, window)[:, 1:]
         return self.block(embedded, cache, start, jnp.full_like(block_sizes, width), window)[:, : size - 1]
 
-    def _confidence(self, hidden: Float[Array, "B L H"], before: Int[Array, "B L"]) -> Float[Array, "B L"]:
-        """The drafts' probabilities, given that those before them are right: of the states, and the tokens before."""
+    def probabilities(self, hidden: Float[Array, "*B H"], before: Int[Array, "*B"]) -> Float[Array, "*B"]:
+        """The drafts' probabilities, given that those before them are right.
+
+        Args:
+            hidden: Hidden states of their places after the final norm, [..., H].
+            before: The tokens before them, int [...].
+
+        Returns:
+            float32 [...].
+        """
         features = hidden.astype(jnp.float32)
         if self.config.confidence == "state and token":
             rows = self.selector.predecessor[...][before].astype(jnp.float32)

@@ -118,22 +118,31 @@ class Selector(nnx.Module):
         Returns:
             As `Candidates.walk`.
         """
-        after = self.successor[...][rows].astype(jnp.float32)
         if self.spec.kind == "rnn":
+            after = self.successor[...][rows].astype(jnp.float32)
             return self._run(hidden.astype(jnp.float32), last, candidates, after)
-        before = self.predecessor[...][candidates.predecessors(last)].astype(jnp.float32)
-        before = before * self._gates(hidden, before)
+        before = self.gated(hidden, candidates.predecessors(last))
+        after = self.successor[...][rows].astype(jnp.float32)
         return candidates.walk(jnp.einsum("blpr,blkr->blpk", before, after))
 
-    def _gates(self, hidden: Float[Array, "B L H"], before: Float[Array, "B L P R"]) -> Array | float:
-        """The gates of each predecessor, whose rows are ``before``, or what broadcasts to them."""
+    def gated(self, hidden: Float[Array, "*B H"], predecessors: Int[Array, "*B P"]) -> Float[Array, "*B P R"]:
+        """Rows of predecessors times their gates: a pair's score is the product with its successor's row.
+
+        Args:
+            hidden: Hidden states of the places after the final norm, [..., H].
+            predecessors: Token ids, int [..., P].
+
+        Returns:
+            float32 [..., P, R]; not of the kind "rnn".
+        """
+        before = self.predecessor[...][predecessors].astype(jnp.float32)
         if self.spec.kind == "vanilla":
-            return 1.0
+            return before
         if self.spec.kind == "dflash2":
-            return project(self.backend, hidden, self.gate[...], dtype=jnp.float32)[:, :, None]
+            return before * project(self.backend, hidden, self.gate[...], dtype=jnp.float32)[..., None, :]
         of_state, of_row = jnp.split(self.gate[...].astype(jnp.float32), [hidden.shape[-1]], axis=1)
-        gates = (hidden.astype(jnp.float32) @ of_state.T)[:, :, None] + before @ of_row.T
-        return jax.nn.sigmoid(gates + self.gate_bias[...].astype(jnp.float32))
+        gates = (hidden.astype(jnp.float32) @ of_state.T)[..., None, :] + before @ of_row.T
+        return before * jax.nn.sigmoid(gates + self.gate_bias[...].astype(jnp.float32))
 
     def _run(
         self, hidden: Float[Array, "B L H"], last: Int[Array, " B"], candidates: Candidates, after: Array
