@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
 from dflash_jax.checkpoint import smollm2
+from dflash_jax.checkpoint.config_files import published_drafter
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     check_drafter,
@@ -87,7 +88,7 @@ class Checkpoint:
         if names == ("auto",) and smollm2.is_smollm2(given.target):
             names = (smollm2.DRAFTER,)
         elif names == ("auto",):
-            names = (TINY / "draft",) if given.target is None else ()
+            names = (TINY / "draft",) if given.target is None else _published(given)
         config = check_target(directory, given.hf_overrides)
 
         def found(draft: Draft) -> Path | Drafting:
@@ -104,6 +105,19 @@ class Checkpoint:
         vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
         files = _files(given, directory)
         return cls(directory, files, drafts, config, block_sizes, vocabularies, files.defaults(), files.tokenizer())
+
+
+def _published(given: LLMConfig) -> tuple[str | Path, ...]:
+    """The published drafter of a target; none where there is none, or it cannot be had, which is a warning."""
+    assert given.target is not None
+    name = None if Path(given.target).exists() else published_drafter(given.target)
+    if name is None or name == "mtp":
+        return () if name is None else (name,)
+    try:
+        return (resolve(name, given.draft_revision, given.download_dir),)
+    except InputError as e:
+        log.warning("%s has the drafter %s, which cannot be had, so decoding is plain: %s", given.target, name, e)
+        return ()
 
 
 def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) -> DraftConfig | MtpConfig | OwnConfig:

@@ -317,6 +317,12 @@ class SelectorSpec:
     top_k: int
     kind: Literal["dflash2", "vanilla", "gated", "rnn"] = "dflash2"
 
+    def gate_shape(self, hidden: int) -> tuple[int, int] | None:
+        """The shape of the gates' projection for a hidden size; None without gates."""
+        rank = self.rank
+        shapes = {"dflash2": (rank, hidden), "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}
+        return shapes.get(self.kind)
+
 
 @dataclass(frozen=True)
 class DraftConfig:

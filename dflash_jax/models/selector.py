@@ -95,7 +95,7 @@ class Selector(nnx.Module):
         self.predecessor = normal(rngs, (vocab, rank), dtype)
         # Without successors it changes nothing: a drafter that gets a selector drafts as before.
         self.successor = constant(rngs, (drafted, rank), dtype, 0.0)
-        if shape := gate_shape(spec, hidden):
+        if shape := spec.gate_shape(hidden):
             self.gate = normal(rngs, shape, dtype)
             if spec.kind != "dflash2":
                 self.gate_bias = constant(rngs, shape[:1], dtype, 0.0)
@@ -164,11 +164,3 @@ class Selector(nnx.Module):
             tokens.append(token)
             shares.append(share)
         return jnp.stack(tokens, axis=1), jnp.concatenate(shares, axis=1)
-
-
-def gate_shape(spec: SelectorSpec, hidden: int) -> tuple[int, int] | None:
-    """The shape of `Selector.gate` for a hidden size; None without one."""
-    rank = spec.rank
-    return {"dflash2": (rank, hidden), "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}.get(
-        spec.kind
-    )

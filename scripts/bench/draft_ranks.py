@@ -103,17 +103,23 @@ def argmax(logits, *_):
 
 
 def shares(found: np.ndarray) -> list[list[float]]:
-    """Of ranks int [..., places]: for each place, the shares of at most each of `RANKS`."""
+    """Of ranks int [..., places]: for each place, the shares of at most each of `RANKS`; last, the mean accepted drafts.
+
+    Those of rank 1 are a chain's, and those of rank n a tree's that has the first n candidates after each draft.
+    """
     flat = found.reshape(-1, found.shape[-1])
-    return [[float((flat[:, place] <= rank).mean()) for rank in RANKS] for place in range(flat.shape[1])]
+    upto = np.stack([flat <= rank for rank in RANKS], axis=-1)
+    return [*upto.mean(0).tolist(), np.cumprod(upto, axis=1).sum(1).mean(0).tolist()]
 
 
 def table(found: dict[str, list[list[float]]]) -> str:
     """The shares as a table in Markdown."""
     head = ["place", *(f"{name}, rank ≤ {rank}" for name in found for rank in RANKS)]
     lines = [head, ["---"] * len(head)]
-    for place in range(len(next(iter(found.values())))):
-        lines.append([str(place + 1), *(f"{share:.2f}" for each in found.values() for share in each[place])])
+    count = len(next(iter(found.values())))
+    for place in range(count):
+        name = "accepted" if place == count - 1 else str(place + 1)
+        lines.append([name, *(f"{share:.2f}" for each in found.values() for share in each[place])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

@@ -21,7 +21,6 @@ from dflash_jax.models.families.reading import (
     shown,
 )
 from dflash_jax.models.families.tables import attention_entries, mlp_entries
-from dflash_jax.models.selector import gate_shape
 
 # Candidates of a place where a DSpark drafter does not say how many.
 DRAFT_TOP_K = 16
@@ -380,7 +379,7 @@ def weight_names(config: DraftConfig, names: Collection[str] = ()) -> list[Entry
 
 def _selector_entries(config: DraftConfig, spec: SelectorSpec, drafted: int, names: Collection[str]) -> list[Entry]:
     """The entries of `Selector`."""
-    shape, before, after = gate_shape(spec, config.hidden_size), (config.vocab_size, spec.rank), (drafted, spec.rank)
+    shape, before, after = spec.gate_shape(config.hidden_size), (config.vocab_size, spec.rank), (drafted, spec.rank)
     if spec.kind == "dflash2":
         assert shape is not None
         at = "candidate_selector."
