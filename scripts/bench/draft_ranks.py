@@ -103,7 +103,7 @@ def argmax(logits, *_):
 
 
 def shares(found: np.ndarray) -> list[list[float]]:
-    """Of ranks int [..., places]: for each place, the shares of at most each of `RANKS`; last, the mean accepted drafts.
+    """Shares of ranks, int [..., places], of at most each of `RANKS` at each place; last, the mean accepted drafts.
 
     Those of rank 1 are a chain's, and those of rank n a tree's that has the first n candidates after each draft.
     """
