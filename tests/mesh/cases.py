@@ -23,6 +23,7 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.slots import Slots
 from dflash_jax.frontend.compare import divergence
+from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import together
@@ -87,9 +88,11 @@ def family(request):
     """(target, programs on one device, layout, target on it, its programs), compiled once."""
     name, layout = request.param
     target = random_decoder(family_config(name))
-    # The first case's has tables of its own.
-    own = dict.fromkeys(("own_embedding", "own_head"), name == "qwen3_5_moe" and layout == DIVIDED[0])
-    drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB, **own))
+    config = replace(tiny_draft_config(target.config), vocab_size=VOCAB)
+    if layout == DIVIDED[0]:
+        # The first case's has tables of its own, and is DFlash2.
+        config = replace(config, own_embedding=True, own_head=True, conv=ConvSpec(2, 4), selector=SelectorSpec(5, 6))
+    drafter = random_drafter(config)
     cut = on(layout, target, abstract_decoder)
     return target, Executables(target, drafter), layout, cut, Executables(cut, on(layout, drafter, abstract_drafter))
 
