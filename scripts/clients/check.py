@@ -62,7 +62,7 @@ TASK = f"{FILE} fails. Read it, repair it, and run it with `{COMMAND}`. Session:
 HEAD = """# Clients
 
 Sessions of agents with a scripted model (`scripts/clients/check.py`): each reads a file, edits it, runs it, edits it
-again, and runs it again. "Cached" is what each turn but the first finds of the last one's prompt in the prefix cache.
+again, and runs it again. "Cached" is the share of the last turn's prompt that is in the prefix cache, from turn 2 on.
 "Thoughts" are those of the model's earlier turns that its last prompt has.
 
 """
@@ -205,6 +205,7 @@ CODEX_CLI = Installation("codex", ("@openai/codex@0.171.0",))
 CODEX = """
 model = "$MODEL"
 model_provider = "dflash"
+model_context_window = 131072
 check_for_update_on_startup = false
 analytics.enabled = false
 [model_providers.dflash]
@@ -411,6 +412,7 @@ CLAUDE_ENVIRONMENT = {
     "ANTHROPIC_BASE_URL": "$URL",
     "ANTHROPIC_API_KEY": "$KEY",
     "ANTHROPIC_MODEL": "$MODEL",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL": "$MODEL",
     "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "131072",
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     # Otherwise it does not skip permissions for the administrator.
