@@ -16,7 +16,7 @@ from dflash_jax.server.chat import tools_in_use
 from dflash_jax.server.chat_schema import FunctionName, Part
 from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.conversation import converse
-from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.errors import ApiError, TooLongError, from_conversion_error
 from dflash_jax.server.limits import DEFAULT_LIMITS
 from dflash_jax.server.schema_base import Effort, Items, Json, Lenient, Open, Strict, neutral_table
 from dflash_jax.server.serving import Serving
@@ -192,9 +192,13 @@ class Tools:
         """Adds a tool that an item of the conversation brings, unless one of its name is there.
 
         Raises:
-            ApiError, ValidationError: It is none, or there are too many.
+            ApiError: It is none, or there are too many.
         """
-        self._take(ResponsesTool.model_validate(tool), where, is_new=False)
+        try:
+            read = ResponsesTool.model_validate(tool)
+        except ValidationError as e:
+            raise from_conversion_error(e, where) from None
+        self._take(read, where, is_new=False)
 
     def _take(self, tool: ResponsesTool, where: str, is_new: bool = True) -> None:
         if tool.type.startswith(HOSTED):
@@ -397,7 +401,7 @@ def asks_for_summary(body: ResponsesRequest) -> bool:
 
 
 def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[int]) -> ResponsesRequest:
-    """A request whose input ends with a `TRIGGER`, with the fields of its summary: no thought, no call, no form.
+    """A request whose input ends with a `TRIGGER`, with the fields of its summary: no thought, no call, no form, no stop.
 
     Tools stay, since the prompt's beginning shows them: it is in the prefix cache.
 
@@ -408,6 +412,7 @@ def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[i
     """
     most = max(1, min(SUMMARY_TOKENS, capacity // SUMMARY_PART))
     unset = ("text", "parallel_tool_calls", "top_logprobs", "include", "regex", "ebnf", "structured_outputs")
+    unset += ("stop", "stop_token_ids", "stop_regex", "min_tokens", "bad_words", "allowed_token_ids")
     fields: dict[str, Any] = dict.fromkeys(unset) | {
         "temperature": 0.0 if body.temperature is None else body.temperature,
         "max_output_tokens": body.max_output_tokens or most,
@@ -423,9 +428,9 @@ def places_after(items: Sequence[InputItem], summaries: Collection[int]) -> list
 
     Of the messages, those of the system and the user, as they are in OpenAI's compacted conversations.
     """
-    last = max(summaries, default=0)
+    last, passed = max(summaries, default=0), set(summaries)
     kinds = ("user", *OF_SYSTEM)
-    return [i for i, item in enumerate(items) if i >= last or (_kind(item) in kinds and i not in summaries)]
+    return [i for i, item in enumerate(items) if i >= last or (_kind(item) in kinds and i not in passed)]
 
 
 def _named(tool: ResponsesToolName) -> dict:

@@ -249,6 +249,26 @@ def unsealed(server, item: dict) -> str:
     return SUMMARY + text
 
 
+def test_limits_of_the_answer_do_not_cut_the_summary(quiet):
+    """A summary that ends early loses the conversation."""
+    items = [*HI, {"type": "compaction_trigger"}]
+    whole = unsealed(quiet, quiet.post("/v1/responses", **BODY | {"input": items}).json()["output"][0])
+    for more in (
+        {"stop": ["e"]},
+        {"stop_regex": "e"},
+        {"min_tokens": 60},
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["e"]},
+    ):
+        found = quiet.post("/v1/responses", **BODY | {"input": items} | more).json()
+        assert unsealed(quiet, found["output"][0]) == whole, more
+    # Of the answer after it they are kept.
+    edit = {"context_management": [{"type": "compaction", "compact_threshold": 1}], "min_tokens": 80, "stop": ["e"]}
+    found = quiet.post("/v1/responses", **BODY | {"input": HI, "max_output_tokens": 80} | edit)
+    assert found.status_code == 200, found.text
+    assert found.json()["output"][1]["status"] == "completed" or found.json()["usage"]["output_tokens"] == 80
+
+
 def test_a_trigger_is_the_last_item(quiet):
     items = [*HI, {"type": "compaction_trigger"}]
     found = quiet.post("/v1/responses", **BODY | {"input": items + HI})
@@ -437,8 +457,8 @@ def test_tools_of_the_conversation_are_bounded_and_named(quiet):
 
     assert param({"type": "magic", "name": "x"}) == "input[1].tools[0].type"
     assert param(TOOLS[0], {"type": "function"}) == "input[1].tools[1].name"
-    for wrong in (5, None, [], "x", {}):
-        assert param(wrong) is not False
+    for wrong in (5, None, [], "x", {}, {"type": "function", "name": "f", "parameters": 5}):
+        assert param(wrong) == "input[1].tools[0]"
     assert param(*({"type": "function", "name": f"f{i}"} for i in range(200))) == "tools"
     # One of a name, the first.
     tools = Tools.of([ResponsesTool(**tool) for tool in TOOLS])
