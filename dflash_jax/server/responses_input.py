@@ -401,9 +401,10 @@ def asks_for_summary(body: ResponsesRequest) -> bool:
 
 
 def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[int]) -> ResponsesRequest:
-    """A request whose input ends with a `TRIGGER`, with the fields of its summary: no thought, no call, no form, no stop.
+    """A request whose input ends with a `TRIGGER`, with the fields of its summary alone.
 
-    Tools stay, since the prompt's beginning shows them: it is in the prefix cache.
+    It has no thought, call, form or stop. Tools stay, since the beginning of the prompt shows them: it is in the prefix
+    cache.
 
     Args:
         body: The request.
