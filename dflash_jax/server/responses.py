@@ -255,6 +255,8 @@ async def read_conversation(
         items.append(as_chat_item(item, unseal))
         if item.type == FOUND_TOOLS or (item.type in COMPACTIONS and items[-1].type == "message"):
             originals[len(items) - 1] = item
+        elif item.type in COMPACTIONS:
+            current().note(f"{item.type}: left out, since this server has not sealed it or has another key now")
 
     async for line in serving.in_steps(earlier):
         async with serving.long_step(len(line)):

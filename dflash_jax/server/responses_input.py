@@ -369,16 +369,23 @@ def _text(item: dict, name: str, where: str) -> str:
 
 
 def _joined_thoughts(messages: list[dict]) -> list[dict]:
-    """Joins each thought with the assistant's message after it."""
+    """Joins thoughts with the assistant's message after them."""
     joined: list[dict] = []
-    for message in messages:
-        previous = joined[-1] if joined else {}
-        is_thought = previous.get("reasoning_content") is not None and not previous["content"]
-        if is_thought and not previous.get("tool_calls") and message["role"] == "assistant":
-            joined[-1] = {**message, "reasoning_content": previous["reasoning_content"]}
-        else:
-            joined.append(message)
-    return joined
+    thoughts: list[str] = []
+    for message in [*messages, {}]:
+        is_assistant = message.get("role") == "assistant"
+        if is_assistant and (thought := message.get("reasoning_content")) is not None:
+            thoughts.append(thought)
+            if not (message["content"] or message.get("tool_calls")):
+                continue
+        if thoughts:
+            own = message if is_assistant else {"role": "assistant", "content": ""}
+            joined.append({**own, "reasoning_content": "\n".join(filter(None, thoughts))})
+            thoughts.clear()
+            if is_assistant:
+                continue
+        joined.append(message)
+    return joined[:-1]
 
 
 def most_tokens(body: ResponsesRequest, capacity: int) -> int | None:

@@ -94,6 +94,21 @@ def test_items_are_messages_of_a_chat():
     assert not any("gAAAA" in str(message) for message in messages)
 
 
+@pytest.mark.parametrize(
+    ("last", "right"),
+    [
+        ([{"role": "assistant", "content": "c"}], [{"content": "c", "reasoning_content": "a\nb"}]),
+        ([], [{"content": "", "reasoning_content": "a\nb"}]),
+        ([HI[0]], [{"content": "", "reasoning_content": "a\nb"}, HI[0]]),
+    ],
+)
+def test_thoughts_in_a_row_are_one(last, right):
+    """As where something that is left out was between them."""
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "ab"]
+    items = [InputItem(**item) for item in [HI[0], thoughts[0], {"type": "web_search_call"}, thoughts[1], *last]]
+    assert as_messages(None, items) == [HI[0], *({"role": "assistant"} | message for message in right)]
+
+
 def test_searches_without_ids_are_calls_with_their_results():
     """As OpenAI's servers run them."""
     call = {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"query": "x"}}
@@ -240,6 +255,10 @@ def test_a_trigger_asks_for_a_summary_alone(quiet, options):
     assert tokens(quiet, [*INPUT, item, *INPUT, again, late]) == tokens(quiet, [*kept, *kept, summary, late])
     for other in (item | {"encrypted_content": "gAAAA"}, {"type": "context_compaction"}):
         assert tokens(quiet, [*INPUT, other, late]) == tokens(quiet, [*INPUT, late])
+    # What was before it may be lost, so a note says so.
+    for given, is_noted in ((item, False), (item | {"encrypted_content": "gAAAA"}, True)):
+        noted = quiet.post("/v1/responses/input_tokens", input=[given, late]).headers.get("x-dflash-note", "")
+        assert ("compaction: left out" in noted) == is_noted
 
 
 def unsealed(server, item: dict) -> str:
