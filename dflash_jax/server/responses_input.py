@@ -432,13 +432,18 @@ def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[i
 
 
 def places_after(items: Sequence[InputItem], summaries: Collection[int]) -> list[int]:
-    """The places of the items that count: of ``summaries`` the last one, what follows, and messages before.
+    """The places of the items that count: of ``summaries`` the last one, what follows, and what is kept before.
 
-    Of the messages, those of the system and the user, as they are in OpenAI's compacted conversations.
+    Of the messages, those of the system and the user, as they are in OpenAI's compacted conversations; and the tools
+    that items add.
     """
     last, passed = max(summaries, default=0), set(summaries)
-    kinds = ("user", *OF_SYSTEM)
-    return [i for i, item in enumerate(items) if i >= last or (_kind(item) in kinds and i not in passed)]
+    return [i for i, item in enumerate(items) if i >= last or (is_kept(item) and i not in passed)]
+
+
+def is_kept(item: InputItem) -> bool:
+    """Whether an item stays in a conversation that a summary replaces."""
+    return _kind(item) in ("user", *OF_SYSTEM, ADDED_TOOLS)
 
 
 def _named(tool: ResponsesToolName) -> dict:

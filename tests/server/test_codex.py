@@ -469,6 +469,25 @@ def test_tools_of_the_conversation_can_be_called(client, quiet, kind):
     assert wrong.status_code == 400
 
 
+def test_tools_of_the_conversation_outlast_a_summary(quiet):
+    added = {"type": "additional_tools", "role": "developer", "tools": TOOLS[2:3]}
+    edit = {"context_management": [{"type": "compaction", "compact_threshold": 20}]}
+    choice = {"tool_choice": {"type": "function", "name": "mcp__docs__search"}, "max_output_tokens": 60}
+    body = BODY | {"tools": TOOLS[:1], "store": True} | choice
+    found = quiet.post("/v1/responses", **body | edit | {"input": [added, *HI]})
+    assert found.status_code == 200, found.text
+    summary, call = found.json()["output"]
+    assert (is_summary(summary), call["name"]) == (True, "search")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    for more in (
+        {"input": [added, *HI, summary, call, output]},
+        {"input": [output], "previous_response_id": found.json()["id"]},
+    ):
+        later = quiet.post("/v1/responses", **body | more)
+        assert later.status_code == 200, later.text
+        assert later.json()["output"][0]["name"] == "search"
+
+
 def test_tools_of_the_conversation_are_bounded_and_named(quiet):
     def param(*tools) -> str:
         found = quiet.post("/v1/responses", **TALK, input=[*HI, search_output(*tools)], max_output_tokens=1)
