@@ -2,7 +2,8 @@
 # make test                      set up with the test extras, lint, check types, run every test
 # make check-long                what takes too long for every change: the whole model in Triton's interpreter; the check of a
 #                                card as far as a CPU goes; the suite without the kernels, and on one thread;
-#                                the server under attack; with LM_EVAL=PYTHON, which has lm-eval[api], lm-eval against it
+#                                the server under attack, and with agents, which pip and npm install;
+#                                with LM_EVAL=PYTHON, which has lm-eval[api], lm-eval against it
 PYTHON ?= python3
 EXTRA ?=
 VENV := .venv
@@ -34,6 +35,7 @@ check-long: $(VENV)/.test
 	CXX=/bin/false DFLASH_LOAD=400 $(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 DFLASH_LOAD=400 taskset -c 0 $(BIN)/python -m pytest -p no:xdist
 	$(BIN)/python scripts/server/attack.py --markdown benchmarks/attack.md
+	$(BIN)/python scripts/clients/check.py --markdown benchmarks/clients.md
 	$(if $(LM_EVAL),$(BIN)/python scripts/others/check_lm_eval.py --lm-eval-python $(LM_EVAL))
 
 python:

@@ -39,15 +39,22 @@ class Form(msgspec.Struct, array_like=True, frozen=True):
     """The form that a text must have.
 
     Attributes:
-        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice", "structural_tag" or
-            "calls".
+        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice", "structural_tag",
+            "calls", or "inputs": a free text with calls of custom tools.
         value: Its value as JSON; its type depends on the kind.
         field: The request's field, for errors.
+        blanks: Regular expression of the blanks between two tokens of JSON, "" for none; None: the default.
     """
 
     kind: str
     value: str
     field: str
+    blanks: str | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether the text has the form from its beginning, or the end of its thought, to its end."""
+        return self.kind != "inputs"
 
     @classmethod
     def of(cls, kind: str, value: Any, field: str) -> "Form":
@@ -75,12 +82,14 @@ class CallEnd(msgspec.Struct, array_like=True, frozen=True):
         is_bare: Whether calls are JSON without tags.
         tools: JSON schema of each tool's parameters, by name, as JSON.
         is_forced: Whether the text consists of calls only.
+        only_at_start: Whether it has calls only where it begins with one.
     """
 
     is_thinking: bool
     is_bare: bool
     tools: str
     is_forced: bool
+    only_at_start: bool = False
 
 
 class Choice(Part):

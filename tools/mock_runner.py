@@ -5,8 +5,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
+from dflash_jax.frontend.tokenizer import Tokenizer
 
 # Tokens after which texts repeat: a prime, so that no block size divides it.
 PERIOD = 4093
@@ -30,6 +31,11 @@ PROPOSING = 0.2
 VARIABLE = "DFLASH_MOCK_DEVICE"
 # The block size of the drafter that the device has.
 BLOCK = 8
+# What begins a turn of a scripted model, ends one, and is its shortest thought.
+USER, ASSISTANT, END, END_OF_THOUGHT = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "</think>\n\n"
+THOUGHT = f"Well.\n{END_OF_THOUGHT}"
+# What it says of earlier turns in a summary.
+TURNS = re.compile(r"Turns: (\d+)\.")
 # Seconds between two samples of the figures.
 SAMPLE_S = 0.02
 
@@ -117,12 +123,16 @@ class MockCopies:
 
 @dataclass
 class Row:
-    """A slot: the seed of its text, its numbers of tokens so far and at most, and the tokens that end it."""
+    """A slot: the seed of its text, its numbers of tokens so far and at most, the tokens that end it, and its text.
+
+    A text of its own takes the place of its seed's.
+    """
 
     seed: int = 0
     known: int = 0
     most: int = 0
     stops: Sequence[int] = ()
+    text: Sequence[int] = ()
 
 
 class MockRunner(MockCopies, ModelRunner):
@@ -142,6 +152,7 @@ class MockRunner(MockCopies, ModelRunner):
         prefill_s: Seconds of a token of a prefill chunk, padding included.
         vocabulary: Token ids that texts have.
         vocab_size: Tokens that masks are over.
+        answer: Gives the whole text of a request by its prompt; None: texts are those of seeds.
 
     Attributes:
         gaps: Seconds that the device had nothing to do, before each piece of work that was started.
@@ -165,9 +176,11 @@ class MockRunner(MockCopies, ModelRunner):
         prefill_s: float = 5e-6,
         vocabulary: Sequence[int] = range(1, 64),
         vocab_size: int = 64,
+        answer: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ):
         self.time, self.round_s, self.prefill_s, self.tokens = clock or WallClock(), round_s, prefill_s, tokens
         self.gaps: list[float] = []
+        self._answer = answer
         self._busy_until = 0.0
         self._text = Random(0).choices(vocabulary, k=PERIOD) * 2
         programs: Any = SimpleNamespace(
@@ -195,6 +208,13 @@ class MockRunner(MockCopies, ModelRunner):
         first = (31 * seed + first) % PERIOD
         return self._text[first : first + count]
 
+    def following(self, row: Row, count: int) -> list[int]:
+        """The next tokens of a slot; after its own text, that text's last token."""
+        if not row.text:
+            return self.text(row.seed, row.known, count)
+        found = list(row.text[row.known : row.known + count])
+        return found + [row.text[-1]] * (count - len(found))
+
     def work(self, seconds: float) -> float:
         """Queues work on the device, and returns the time at which it is done, which is its ticket."""
         now = self.clock
@@ -218,9 +238,9 @@ class MockRunner(MockCopies, ModelRunner):
     def admit(self, slot: int, request: Request) -> None:
         """See `ModelRunner.admit`."""
         self._proposed = None
-        self.rows[slot] = Row(
-            request.params.seed or 0, request.resumed, request.need - len(request.prompt), request.stops
-        )
+        text, most = self._answer(request.prompt) if self._answer else (), request.need - len(request.prompt)
+        most = min(most, len(text)) if text else most
+        self.rows[slot] = Row(request.params.seed or 0, request.resumed, most, request.stops, text)
 
     def prefill(self, slots, tokens, size, batch=1, drafting=True, media=None) -> Any:
         """See `ModelRunner.prefill`."""
@@ -241,7 +261,7 @@ class MockRunner(MockCopies, ModelRunner):
         """Runs rounds of a slot."""
         row, size = self.rows[slot], min(block_size, self.tokens)
         count = min(size * rounds, row.most - row.known)
-        tokens = self.text(row.seed, row.known, count)
+        tokens = self.following(row, count)
         row.known += count
         full, rest = divmod(count, size)
         return Rounds(tokens, [size] * full + [rest] * (rest > 0), row.known == row.most)
@@ -266,7 +286,7 @@ class MockRunner(MockCopies, ModelRunner):
         self.wait(done)
         size, rows = dispatch.speculation.block_size, [self.rows[slot] for slot in dispatch.slots]
         # The last known token is not looked at.
-        return np.array([[0, *self.text(row.seed, row.known, size - 1)] for row in rows], np.int32)
+        return np.array([[0, *self.following(row, size - 1)] for row in rows], np.int32)
 
     def drawn(self, dispatch: Dispatch, blocks: np.ndarray, allowed: np.ndarray, is_late: np.ndarray) -> list[Rounds]:
         """Draws the tokens of a round: the drafts that are allowed, and after them the text's own next token.
@@ -280,7 +300,7 @@ class MockRunner(MockCopies, ModelRunner):
             is_late: bool [slots], slots that skip the round.
         """
         rows = [self.rows[slot] for slot in dispatch.slots]
-        own = np.array([self.text(row.seed, row.known, blocks.shape[1]) for row in rows], blocks.dtype)
+        own = np.array([self.following(row, blocks.shape[1]) for row in rows], blocks.dtype)
         words = np.take_along_axis(allowed, own[..., None] >> 5, 2)[..., 0]
         is_allowed = words >> (own & 31).astype(np.uint32) & 1 == 1
         # After the last draft, the text's own token is a draft of itself.
@@ -341,6 +361,7 @@ class MockDevice:
         tokens: Tokens that a round yields of each sequence.
         figures: The file of `Figures`; "" for none.
         prefill_s: Seconds of a token of a prefill chunk.
+        scripts: Its texts, as `Scripts` has them; none for texts of a seed.
     """
 
     slots: int
@@ -349,6 +370,7 @@ class MockDevice:
     tokens: int
     figures: str = ""
     prefill_s: float = 5e-6
+    scripts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -357,6 +379,7 @@ class MockDevice:
 
     def engine(self, llm: LLM) -> Engine:
         """An engine of the model's vocabulary on this device."""
+        assert llm.tokenizer is not None
         runner = MockRunner(
             self.slots,
             self.positions,
@@ -365,9 +388,53 @@ class MockDevice:
             prefill_s=self.prefill_s,
             vocabulary=printable(llm),
             vocab_size=llm.config.vocab_size,
+            answer=Scripts(llm.tokenizer, self.scripts).answer if self.scripts else None,
         )
         options = {"max_queue": 1024, "prefix_bytes": runner.pages[0] * runner.page_bytes[0] // 2, "masks": True}
         return Engine(runner, EngineConfig(speculations_of((BLOCK,)), **prefill_config("gpu", True), **options))
+
+
+class Scripts:
+    """A model that says what it is told to, turn by turn, as those of agents do.
+
+    A script has a name, which stands in the first message of the user, and the texts of its turns, each as the model
+    writes it after ``<think>``, with the number of its thoughts in the prompt for ``{thoughts}``. The turn of a request
+    is the number of the assistant's before it; in a script without calls, of its texts in the prompt. Where a script
+    has calls, a request without tools, or for a summary, is answered by the name and that number, which counts from
+    there on.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        scripts: Texts by the names of their scripts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, scripts: Mapping[str, Sequence[str]]):
+        self._tokenizer, self._scripts = tokenizer, scripts
+
+    def answer(self, prompt: Sequence[int]) -> list[int]:
+        """The text of a request by its prompt."""
+        before = self._tokenizer.decode(prompt, skip_special_tokens=False)
+        text = self.text(before)
+        if before.endswith(END_OF_THOUGHT):
+            text = text.partition(END_OF_THOUGHT)[2]
+        return self._tokenizer.encode(f"{text}{END}")
+
+    def text(self, before: str) -> str:
+        """The text that follows another; without a script, or after its last turn, it says so."""
+        name = next((name for name in self._scripts if name in before), None)
+        if name is None:
+            return f"{THOUGHT}There is no script for this."
+        turns, talk = self._scripts[name], before[before.index(name) :]
+        if "<tool_call>" in turns[0]:
+            turn, asked = talk.count(ASSISTANT) - 1 + int((TURNS.findall(talk) or ["0"])[-1]), talk.rpartition(USER)[2]
+            if "<tools>" not in before or ("summary" in asked and not TURNS.search(asked)):
+                return f"{THOUGHT}{name} Turns: {turn}."
+        else:
+            turn = sum(text.partition(END_OF_THOUGHT)[2] in talk for text in turns)
+        if turn >= len(turns):
+            return f"{THOUGHT}The script has no turn {turn + 1}."
+        thoughts = re.findall(r"<think>\n[^<]+\n</think>", talk)
+        return turns[turn].replace("{thoughts}", str(len(thoughts)))
 
 
 def printable(llm: LLM) -> list[int]:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import IO
 
 # Seconds that a server may take to start, and to end.
 START_S, END_S = 900.0, 120.0
@@ -45,15 +46,22 @@ class ServerProcess:
         command: The words of its command.
         port: The port on which it listens.
         environment: Its environment; None: that of this process.
+        log: Gets what it writes; None: where this process writes.
 
     Attributes:
         url: Its address.
         process: The process.
     """
 
-    def __init__(self, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        environment: Mapping[str, str] | None = None,
+        log: IO[str] | None = None,
+    ):
         self.command, self.url = list(command), f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(self.command, env=environment)
+        self.process = subprocess.Popen(self.command, env=environment, stdout=log, stderr=log)
 
     @classmethod
     def of(cls, name: str, words: Sequence[str]) -> "ServerProcess":

@@ -99,6 +99,19 @@ def find_config(name: str | Path, folder: str = "") -> Path:
     raise InputError(f"config {str(name)!r} is neither a file nor a known name: {suggestion(path.name, known, 4)}")
 
 
+def published_drafter(target: str | Path) -> str | None:
+    """The drafter that the package's configs name for a target; None for a target that they do not name.
+
+    Args:
+        target: A repo id, in any case of letters.
+    """
+    for path in sorted(CONFIGS.glob("*.toml")):
+        system = read_toml_file(path)
+        if str(system["target"]).lower() == str(target).lower():
+            return system["draft"]
+    return None
+
+
 def read_toml_file(path: Path) -> dict:
     """Reads a TOML file.
 

@@ -15,17 +15,22 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax.checkpoint.config_files import read_json
+from dflash_jax.checkpoint.torch_file import find_tensor
 from dflash_jax.errors import InputError
 from dflash_jax.progress import bar
 
 INDEX = "model.safetensors.index.json"
 # Files of an MTP head that some checkpoints have beside those of the index, such as mtp.safetensors.
 HEADS = "*mtp*.safetensors"
+# A file of a mask token's embedding beside a drafter's tensors, and its name among them.
+MASK_FILE, MASK = "mask_embedding.pt", "mask_embedding"
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
 
 
@@ -116,7 +121,8 @@ class Tensors(Mapping[str, tuple[int, ...]]):
 class TensorFiles(Tensors):
     """The tensors of a Hugging Face directory. Files are mapped, not loaded.
 
-    The files are those of the index, else model.safetensors, else all; and of `HEADS`, the tensors that those lack.
+    The files are those of the index, else model.safetensors, else all; and of `HEADS`, the tensors that those lack. The
+    embedding of a mask token in the file `MASK_FILE` is the tensor `MASK`.
     """
 
     def __init__(self, directory: Path):
@@ -133,6 +139,11 @@ class TensorFiles(Tensors):
         for path in sorted(directory.glob(HEADS)):
             if path not in paths:
                 self._map(path, listed)
+        if (path := directory / MASK_FILE).exists() and MASK not in self._places:
+            dtype, shape, start = find_tensor(path)
+            # A row of a table is an embedding.
+            shape, size = (math.prod(shape),), math.prod(shape) * DTYPES[dtype].itemsize
+            self._places[MASK] = _Place(np.memmap(path, np.uint8, "r"), start, start + size, dtype, shape)
 
     def _map(self, path: Path, others: Collection[str] = ()) -> None:
         """Maps a file, of which the tensors ``others`` are left out."""
@@ -216,7 +227,8 @@ def tensor_names(directory: Path) -> Collection[str]:
     """Names of the tensors of a directory, by its index where it has one; none where there are no weights."""
     if (directory / INDEX).exists():
         names = read_json(directory / INDEX).get("weight_map")
-        return names if isinstance(names, dict) else ()
+        masks = [MASK] * (directory / MASK_FILE).exists()
+        return [*names, *masks] if isinstance(names, dict) else ()
     return TensorFiles(directory) if any(directory.glob("*.safetensors")) else ()
 
 

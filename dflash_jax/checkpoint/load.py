@@ -13,7 +13,7 @@ from dflash_jax import progress
 from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, Tensors, tensor_names, write_json, write_tensors
-from dflash_jax.checkpoint.parameters import C, Source, check_quantize, read_parameter, spread
+from dflash_jax.checkpoint.parameters import C, Source, cast, check_quantize, read_parameter, spread
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
@@ -253,7 +253,8 @@ def open_drafter(
     if isinstance(config, MtpConfig):
         return _open_head(directory, raw, config)
     files = TensorFiles(directory)
-    return _open(directory, raw, config, dflash.weight_names(config, files), files, lambda name: False)
+    entries = dflash.weight_names(config, files)
+    return _open(directory, raw, config, entries, files, lambda name: dflash.is_skipped(config, name))
 
 
 def _open_head(directory: Path, raw: dict, config: MtpConfig) -> Source[MtpConfig]:
@@ -376,5 +377,5 @@ def _disk_tensors(module, entries: list[Entry], dtype) -> dict[str, np.ndarray]:
             # Copies of rows of the target's head: the file of draft tokens describes them.
             continue
         entry = by_path[path]
-        parts += zip(entry.tensors, entry.write(np.asarray(leaf.astype(dtype))), strict=True)
+        parts += zip(entry.tensors, entry.write(cast(np.asarray(leaf), dtype)), strict=True)
     return dict(whole_tensors(parts))

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.checkpoint import fp8
@@ -29,6 +30,7 @@ def check_quantize(quantize: str | None) -> None:
         raise InputError(f"quantize {quantize!r}: it must be one of {', '.join(QUANTIZE)}")
 
 
+A = TypeVar("A", jax.Array, np.ndarray)
 C = TypeVar("C", ModelConfig, DraftConfig, MtpConfig, VisionConfig)
 
 
@@ -65,14 +67,24 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
         What `finished` returns.
     """
     files = source.files
-    array = entry.read([t.of(files.read(t.name)) for t in entry.tensors])
+    given = [t.of(files.read(t.name)) for t in entry.tensors]
+    for tensor, part in zip(entry.tensors, given, strict=True):
+        if (part.dtype.kind == "i") != entry.is_integer:
+            right = "whole numbers" if entry.is_integer else "floating-point numbers"
+            raise InputError(f"tensor {tensor.name!r} has dtype {files.dtype(tensor.name)}: it must have {right}")
+    array = entry.read(given)
     if source.block and fp8.is_scaled(entry, files):
         arrays = {"values": array, "scale": fp8.read_scale(entry, files, source.block)}
     else:
-        arrays = {"array": array if dtype is None else array.astype(dtype, copy=False)}
+        arrays = {"array": cast(array, dtype)}
     shardings = array_shardings(arrays, sharding, len(entry.shape))
     placed = {name: place(array, shardings[name]) for name, array in arrays.items()}
     return finished(placed, dtype, entry.path, quantize, sharding)
+
+
+def cast(array: A, dtype) -> A:
+    """An array in ``dtype``; as it is where that is None, or where it has whole numbers."""
+    return array if dtype is None or jnp.issubdtype(array.dtype, jnp.integer) else array.astype(dtype)
 
 
 def array_shardings(names: Iterable[str], sharding: NamedSharding, ndim: int) -> dict[str, NamedSharding]:
@@ -107,7 +119,7 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
             return weight
         dense = jax.jit(_multiplied, static_argnums=1, out_shardings=sharding)
         return dense(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
-    array = arrays["array"] if dtype is None else arrays["array"].astype(dtype)
+    array = cast(arrays["array"], dtype)
     if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:
         shardings = array_shardings(("values", "scale"), sharding, array.ndim)
         return QuantizedWeight(**jax.jit(_quantized, static_argnums=1, out_shardings=shardings)(array, quantize))

@@ -13,14 +13,16 @@ Dimension letters: B sequences, T positions of this call, V vocabulary (a device
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, TABLES, SamplingState, sampling_mode
+from dflash_jax.models.selector import Candidates
 from dflash_jax.ops.sampling_noise import gumbel_noise
+from dflash_jax.parallel.sharding import UNSHARDED
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 # Codes in place of a token. NOT_FINITE: the model's logits are NaN or infinite. NOTHING_ALLOWED: the request's mask,
@@ -313,6 +315,42 @@ def compute_logprobs(
     return Logprobs(chosen, ids.astype(jnp.int32), best, named)
 
 
+def best_candidates(
+    logits: Float[Array, "B T V"],
+    sampling: SamplingState,
+    positions: Int[Array, "B T"],
+    mode: Int[Array, " B"],
+    count: int,
+    ids: Int[Array, " V"] | None = None,
+) -> Candidates:
+    """The tokens that `draw` compares last: the best ones of the greedy logits, or of the noised processed logits.
+
+    At a high temperature the draw is often outside the best tokens of the logits without noise.
+
+    Args:
+        logits: As of `draw`.
+        sampling: As of `draw`.
+        positions: As of `draw`.
+        mode: As of `draw`.
+        count: Candidates of each place; at most V are given.
+        ids: As of `draw`.
+
+    Returns:
+        The candidates, of [B, T, K].
+    """
+    vocab = sampling.vocab if ids is None else UNSHARDED
+
+    def general() -> tuple[Array, Array]:
+        options = sampling if ids is None else sampling.for_tokens(ids)
+        processed = process_logits(logits, options, mode=mode)
+        return vocab.top_k(add_noise(processed, options, positions, ids), count)
+
+    scores, tokens = jax.lax.cond((mode != GREEDY).any(), general, lambda: vocab.top_k(logits, count))
+    scale = jnp.where(sampling.temperature > 0, 1 / jnp.maximum(sampling.temperature, 1 / _MAX_SCALED), 1.0)
+    tokens = tokens.astype(jnp.int32)
+    return Candidates(tokens if ids is None else ids[tokens], scores, scale)
+
+
 def draw(
     logits: Float[Array, "B T V"],
     sampling: SamplingState,
@@ -353,7 +391,8 @@ def draw(
         return Logprobs.zeros(positions.shape, top)
 
     def greedy() -> tuple[Array, Logprobs | None]:
-        tokens, largest = sampling.argmax(_apply_mask(logits, sampling, mask))
+        options = sampling if ids is None else replace(sampling, vocab=UNSHARDED)
+        tokens, largest = options.argmax(_apply_mask(logits, sampling, mask))
         nothing_allowed = mask is not None and largest == -jnp.inf
         tokens = _mark_invalid(tokens, largest, jnp.where(nothing_allowed, NOTHING_ALLOWED, NOT_FINITE))
         return tokens, None if wants_logprobs is None else no_logprobs()

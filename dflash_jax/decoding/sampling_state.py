@@ -116,9 +116,14 @@ class SamplingState:
         return self.vocab.argmax(logits, partial(argmax, self.backend))
 
     def for_tokens(self, ids: Int[Array, " N"]) -> "SamplingState":
-        """The state for logits of the tokens ``ids`` int [N] only. The vocabulary must not be divided."""
+        """The state for logits of the tokens ``ids`` int [N] only, of which every device has all."""
         rows = self.table_rows()[:, None]
-        return replace(self, slots=None, **{name: getattr(self, name)[rows, ids] for name in TABLES})
+        local, is_local = self.vocab.local(ids, self.logit_bias.shape[1])
+
+        def columns(name: str) -> Array:
+            return self.vocab.sum(jnp.where(is_local, getattr(self, name)[rows, jnp.where(is_local, local, 0)], 0))
+
+        return replace(self, slots=None, vocab=UNSHARDED, **{name: columns(name) for name in TABLES})
 
     def table_rows(self) -> Int[Array, " B"]:
         """int32 [B]: the row of each sequence in the tables; padding gets the last row."""

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dflash_jax.decoding.sampling import Logprobs, draw
+from dflash_jax.decoding.sampling import Logprobs, best_candidates, draw
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
 from dflash_jax.models.cache import Record
@@ -47,6 +47,7 @@ from dflash_jax.models.drafting import (
     features_of,
     proposer,
 )
+from dflash_jax.models.selector import Candidates
 from dflash_jax.parallel.sharding import DATA, spec
 
 # Plain rounds between two extensions of the drafter's cache.
@@ -131,9 +132,17 @@ def propose(
         # A draft is a token even where the drafter's logits are not finite.
         return jnp.maximum(draw(logits, state.sampling, positions, mode, ids=ids)[0], 0)
 
+    def candidates(
+        logits: Float[Array, "B drafts N"],
+        positions: Int[Array, "B drafts"],
+        count: int,
+        ids: Int[Array, " N"] | None = None,
+    ) -> Candidates:
+        return best_candidates(logits, state.sampling, positions, mode, count, ids)
+
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
-    heads = TargetHeads(target.embed_tokens, target.logits, draw_draft)
+    heads = TargetHeads(target.embed_tokens, target.logits, draw_draft, candidates)
     window = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start[:, proposer(drafter)])
     proposal = drafter.propose(state.draft, last, start, state.block_sizes, size, heads, window)
     # The first draft follows the last known token, at place num_uncached of the block.

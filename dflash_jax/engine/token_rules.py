@@ -13,21 +13,27 @@ from dflash_jax.engine.request import MaskProvider, ReadyMasks
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """A bound on the tokens of a thought.
+    """A bound on the tokens of a thought, and what a text must have before its end.
 
     Attributes:
-        tokens: Tokens between the opening and the closing tag, at most.
+        tokens: Tokens between the opening and the closing tag, at most; None for any number.
         open_ids: Tokens of the tag that opens a thought.
         close_ids: Tokens of the tag that closes it. They are forced when the budget is used up.
         is_open: Whether the text begins inside a thought. Otherwise it may begin with ``open_ids``.
-        blank_ids: Tokens that may stand before ``open_ids``.
+        blank_ids: Tokens that may stand before ``open_ids``, and are no answer.
+        ends_thought: Whether no token that ends the text may come inside a thought.
+        needs_answer: Whether none may come before a token that is neither blank nor of a thought.
+        answer_ids: Tokens that are an answer inside a thought, too.
     """
 
-    tokens: int
+    tokens: int | None
     open_ids: tuple[int, ...]
     close_ids: tuple[int, ...]
     is_open: bool
     blank_ids: tuple[int, ...] = ()
+    ends_thought: bool = False
+    needs_answer: bool = False
+    answer_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,14 @@ class _Progress:
         tail: The last of them, as many as a rule reads.
         thought: Tokens of the thought so far, None outside of a thought.
         opening: Tokens of the opening tag so far, None where a thought can no longer begin.
+        is_answered: Whether the text has an answer.
     """
 
     count: int
     tail: tuple[int, ...]
     thought: int | None
     opening: int | None
+    is_answered: bool = False
 
 
 class TokenRules(ReadyMasks):
@@ -112,13 +120,15 @@ class TokenRules(ReadyMasks):
         """See `MaskProvider`."""
         rules, now = self._rules, self._progress
         is_thinking = now.thought is not None or now.opening is not None
+        is_thinking |= rules.budget is not None and rules.budget.needs_answer and not now.is_answered
         return rules.allowed is None and not rules.bad_words and not is_thinking and now.count >= rules.min_tokens
 
     def _after(self, now: _Progress, token: int) -> _Progress:
         count, thought, opening = now.count + 1, now.thought, now.opening
         tail = (*now.tail, token)[-self._tail_size :] if self._tail_size else ()
-        budget = self._rules.budget
+        budget, is_answered = self._rules.budget, now.is_answered
         if budget is not None and thought is not None:
+            is_answered |= token in budget.answer_ids
             is_closed = thought + 1 >= len(budget.close_ids) and tail[-len(budget.close_ids) :] == budget.close_ids
             thought = None if is_closed else thought + 1
         elif budget is not None and opening is not None:
@@ -127,8 +137,11 @@ class TokenRules(ReadyMasks):
                 if opening == len(budget.open_ids):
                     thought, opening = 0, None
             elif opening or token not in budget.blank_ids:
-                opening = None
-        return _Progress(count, tail, thought, opening)
+                opening, is_answered = None, True
+        elif budget is not None:
+            # A thought is closed twice, too.
+            is_answered |= token not in budget.blank_ids and (token,) != budget.close_ids
+        return _Progress(count, tail, thought, opening, is_answered)
 
     def _mask(self, now: _Progress) -> np.ndarray:
         """Packed bits of the tokens that may come next."""
@@ -136,11 +149,18 @@ class TokenRules(ReadyMasks):
         if forced is not None:
             return packed([[forced]], self._vocab)[0]
         mask = self._base.copy()
-        if now.count < self._rules.min_tokens:
+        if now.count < self._rules.min_tokens or self._must_go_on(now):
             _forbid(mask, self._rules.stop_ids)
         words = self._bad_words.get(now.tail[-1], ()) if now.tail else ()
         _forbid(mask, [word[-1] for word in words if now.tail[-len(word) + 1 :] == word[:-1]])
         return mask
+
+    def _must_go_on(self, now: _Progress) -> bool:
+        """Whether the text cannot end for want of an answer."""
+        budget = self._rules.budget
+        if budget is None or now.is_answered:
+            return False
+        return budget.needs_answer if now.thought is None else budget.ends_thought
 
     def _forced(self, now: _Progress) -> int | None:
         """The next token of the closing tag when the budget is used up, else None.
@@ -148,7 +168,7 @@ class TokenRules(ReadyMasks):
         The thought may end with the first tokens of the tag already.
         """
         budget = self._rules.budget
-        if budget is None or now.thought is None:
+        if budget is None or budget.tokens is None or now.thought is None:
             return None
         close = budget.close_ids
         thought = now.tail[len(now.tail) - min(now.thought, len(now.tail)) :]

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
 from dflash_jax.checkpoint import smollm2
+from dflash_jax.checkpoint.config_files import published_drafter
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     check_drafter,
@@ -23,6 +24,7 @@ from dflash_jax.checkpoint.load import (
     load_tower,
     read_draft_tokens,
 )
+from dflash_jax.checkpoint.parameters import cast
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import read_chat_template
@@ -86,7 +88,7 @@ class Checkpoint:
         if names == ("auto",) and smollm2.is_smollm2(given.target):
             names = (smollm2.DRAFTER,)
         elif names == ("auto",):
-            names = (TINY / "draft",) if given.target is None else ()
+            names = (TINY / "draft",) if given.target is None else _published(given)
         config = check_target(directory, given.hf_overrides)
 
         def found(draft: Draft) -> Path | Drafting:
@@ -103,6 +105,19 @@ class Checkpoint:
         vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
         files = _files(given, directory)
         return cls(directory, files, drafts, config, block_sizes, vocabularies, files.defaults(), files.tokenizer())
+
+
+def _published(given: LLMConfig) -> tuple[str | Path, ...]:
+    """The published drafter of a target; none where there is none, or it cannot be had, which is a warning."""
+    assert given.target is not None
+    name = None if Path(given.target).exists() else published_drafter(given.target)
+    if name is None or name == "mtp":
+        return () if name is None else (name,)
+    try:
+        return (resolve(name, given.draft_revision, given.download_dir),)
+    except InputError as e:
+        log.warning("%s has the drafter %s, which cannot be had, so decoding is plain: %s", given.target, name, e)
+        return ()
 
 
 def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) -> DraftConfig | MtpConfig | OwnConfig:
@@ -183,6 +198,10 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
         drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize, overrides)
         drafter = packed(without_copies(drafter, target), given.dtype_name)
         if ids is not None:
+            if isinstance(drafter, Drafter) and drafter.config.draft_vocab_size is not None:
+                ids = jnp.intersect1d(ids, drafter.head_ids[...])
+                if not len(ids):
+                    raise InputError(f"draft tokens {given.draft_tokens}: the drafter's head has none of them")
             drafter.vocabulary = shortlist(ids, head_owner(drafter, target), given.dtype_name)
         drafters.append(drafter)
     return target, tuple(drafters)
@@ -264,6 +283,6 @@ def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
         is_leaf=is_weight,
     )
     is_kept = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
-    leaves = [np.asarray(x).astype(DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
+    leaves = [cast(np.asarray(x), DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
     placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
     return packed(without_copies(jax.tree.unflatten(jax.tree.structure(shape), placed), target), dtype)

@@ -78,8 +78,9 @@ def template_forms(
     """What a chat template is asked to render, one after the other, until it takes one.
 
     First the conversation as it is. Then with one system message, at the beginning: those that come first are joined,
-    and a later one is a turn of the user in its place, so that what stands before it stays as it was. Then with an
-    empty turn of the user, where there is none. Then all of these with the nearest efforts.
+    and a later one is a turn of the user in its place, so that what stands before it stays as it was. After a tool's
+    result it is a part of the result: Qwen's templates leave out the thoughts before the last turn of the user. Then
+    with an empty turn of the user, where there is none. Then all of these with the nearest efforts.
 
     Args:
         messages: Of `template_messages`.
@@ -104,12 +105,18 @@ def _with_one_system(messages: list[dict]) -> list[dict]:
     first, later = messages[:count], messages[count:]
     if len(first) > 1 and all(isinstance(message["content"], str) for message in first):
         first = [first[0] | {"content": "\n\n".join(message["content"] for message in first)}]
-    return first + [_as_reminder(message) if message.get("role") in SYSTEM else message for message in later]
-
-
-def _as_reminder(message: dict) -> dict:
-    content = message["content"]
-    return message | {"role": "user", "content": REMINDER % content if isinstance(content, str) else content}
+    changed = list(first)
+    for message in later:
+        if message.get("role") not in SYSTEM:
+            changed.append(message)
+            continue
+        content, last = message["content"], changed[-1] if changed else {}
+        reminder = REMINDER % content if isinstance(content, str) else content
+        if last.get("role") == "tool" and isinstance(last["content"], str) and isinstance(content, str):
+            changed[-1] = last | {"content": f"{last['content']}\n\n{reminder}"}
+        else:
+            changed.append(message | {"role": "user", "content": reminder})
+    return changed
 
 
 def _with_user(messages: list[dict]) -> list[dict]:

@@ -244,6 +244,7 @@ class Prompts:
         block_size: BlockSize | None = None,
         *,
         mask: MaskProvider | None = None,
+        must_end: bool | None = None,
         budget: ThinkingBudget | None = None,
         records_drafts: bool = False,
         **options,
@@ -254,7 +255,8 @@ class Prompts:
             prompt: Text or token ids.
             params: As of `sequence`.
             block_size: As of `sequence`.
-            mask: Masks beside those that follow from ``params``. The checkpoint's stop ids then always end the text.
+            mask: Masks beside those that follow from ``params``.
+            must_end: Whether the checkpoint's stop ids always end the text; None: where there is a ``mask``.
             budget: The bound of the thought.
             records_drafts: Whether pieces have the drafts of each round. Each round is then a dispatch of its own; the
                 tokens are the same.
@@ -265,7 +267,8 @@ class Prompts:
         """
         vocab = self.config.vocab_size
         record = DraftRecord(vocab) if records_drafts else None
-        sequence = self.sequence(prompt, params, block_size, must_end=mask is not None, draft_record=record, **options)
+        must_end = mask is not None if must_end is None else must_end
+        sequence = self.sequence(prompt, params, block_size, must_end=must_end, draft_record=record, **options)
         request = sequence.request
         filled, bad_words = request.params, _bad_words(request.params.bad_words, self.tokenizer)
         allowed = None if filled.allowed_token_ids is None else tuple(filled.allowed_token_ids)

@@ -69,6 +69,8 @@ class ReasoningSplitter:
         """
         self._state = "reasoning" if started else "undecided"
         self._buffer, self._is_at_start = "", True
+        # Blanks at the end of the text that are not split yet, in pieces.
+        self._blanks: list[str] = []
 
     @property
     def is_reasoning(self) -> bool:
@@ -80,17 +82,29 @@ class ReasoningSplitter:
         """Whether the thought has ended or none can begin."""
         return self._state == "content"
 
+    def begin_content(self) -> None:
+        """Takes the text for content from here on, whatever it begins with."""
+        self._state, self._is_at_start = "content", False
+
     def push(self, text: str) -> tuple[str, str]:
         """Splits the next text; the end of it may be held back."""
-        self._buffer += text
+        if text.isspace() and self._state != "content":
+            # Blanks decide nothing.
+            self._blanks.append(text)
+            return "", ""
+        self._buffer += "".join(self._blanks) + text
+        self._blanks = []
         if self._state == "undecided":
             text_so_far = self._buffer.lstrip()
-            if not text_so_far or (OPEN.startswith(text_so_far) and text_so_far != OPEN):
+            if text_so_far not in (OPEN, CLOSE) and any(tag.startswith(text_so_far) for tag in (OPEN, CLOSE)):
                 return "", ""
             if text_so_far.startswith(OPEN):
                 self._state, self._buffer = "reasoning", text_so_far.removeprefix(OPEN)
+            elif text_so_far.startswith(CLOSE):
+                # Models close the thought that the prompt has closed, too.
+                self._state, self._buffer = "content", text_so_far.removeprefix(CLOSE)
             else:
-                self._state, self._is_at_start = "content", False
+                self.begin_content()
         if self._state == "reasoning":
             end, after = self._end_of_thought(self._buffer)
             thought, rest = self._buffer[:end], self._buffer[after:]
@@ -113,10 +127,11 @@ class ReasoningSplitter:
 
     def finish(self) -> tuple[str, str]:
         """Splits the text that was held back, at the end of the text."""
+        thought, content = self.push("")
         rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
-            return self._without_leading_space(rest).rstrip(), ""
-        return "", rest
+            return thought + self._without_leading_space(rest).rstrip(), content
+        return thought, content + rest
 
     def _without_leading_space(self, text: str) -> str:
         if self._is_at_start:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from dflash_jax.errors import InputError
 
@@ -289,8 +290,43 @@ class DraftLayerSpec:
 
 
 @dataclass(frozen=True)
+class ConvSpec:
+    """The convolutions of DFlash2 around each sublayer of a block.
+
+    Attributes:
+        taps: Places that each place reads: itself and those before it.
+        group: Channels that share a coefficient of a place.
+    """
+
+    taps: int
+    group: int
+
+
+@dataclass(frozen=True)
+class SelectorSpec:
+    """What judges candidates with the token before them.
+
+    Attributes:
+        rank: Size of a token's rows.
+        top_k: Candidates of each place.
+        kind: "dflash2", with a gate of the place, or one of DSpark's Markov heads: "vanilla" without a gate, "gated"
+            with a gate of the place and the token before it, "rnn" with a state of all tokens of the block before it.
+    """
+
+    rank: int
+    top_k: int
+    kind: Literal["dflash2", "vanilla", "gated", "rnn"] = "dflash2"
+
+    def gate_shape(self, hidden: int) -> tuple[int, int] | None:
+        """The shape of the gates' projection for a hidden size; None without gates."""
+        rank = self.rank
+        shapes = {"dflash2": (rank, hidden), "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}
+        return shapes.get(self.kind)
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash drafter.
+    """A drafter that fills a block in one pass: DFlash, DFlash2 (convolutions, a selector) or DSpark (a Markov head).
 
     Attributes:
         hidden_size: Width of the residual stream, that of the target.
@@ -299,11 +335,22 @@ class DraftConfig:
         block_size: Places of a block: the last known token and the drafts.
         mask_token_id: Token at the places of the drafts.
         target_layer_ids: Layers of the target whose outputs, before any norm, are its features.
-        num_target_layers: Layers of the target.
+        num_target_layers: Layers of the target; None where the config does not say.
         norm_eps: Epsilon of every RMSNorm.
         max_positions: Positions of its context.
         own_embedding: Whether it has an embedding of its own, which its tensors tell; else it uses the target's.
         own_head: The same of its head.
+        own_mask: Whether a learned embedding, which is no row of the table, stands at the places of the drafts.
+        draft_vocab_size: Tokens that its own head has; None for all.
+        is_shifted: Whether a place drafts the token after it, in place of the token at it. Then the last known token's
+            place drafts, too, and blocks are always computed in their trained size.
+        conv: Convolutions around the sublayers; None for none.
+        selector: What chooses drafts from candidates; None: each place takes its own best token.
+        confidence: What a head for the probability of each draft reads: its "state", or "state and token", the state
+            and the token before it; None without such a head.
+        output_multiplier: Factor of the logits.
+        logit_cap: Logits x become cap · tanh(x / cap); 0 for no cap.
+        embedding_scale: Factor of the block's embeddings.
         acceptance_rates: Of rounds of its block size, the share that was measured to accept draft 1, draft 2, …; None
             where there is no record. Two configs that differ only here are equal.
     """
@@ -314,16 +361,25 @@ class DraftConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     norm_eps: float
     max_positions: int
     own_embedding: bool = False
     own_head: bool = False
+    own_mask: bool = False
+    draft_vocab_size: int | None = None
+    is_shifted: bool = False
+    conv: ConvSpec | None = None
+    selector: SelectorSpec | None = None
+    confidence: Literal["state", "state and token"] | None = None
+    output_multiplier: float = 1.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
     acceptance_rates: tuple[float, ...] | None = field(default=None, compare=False)
 
     def passes(self, block_size: int) -> tuple[int, int]:
         """(passes of the drafter, tokens of each sequence in each pass) of a round of ``block_size``."""
-        return 1, block_size
+        return 1, self.block_size - 1 if self.is_shifted else block_size
 
     def check_fits(self, target: ModelConfig) -> None:
         """Checks that this drafter can be one for ``target``.
@@ -347,7 +403,7 @@ def check_taps(taps: Sequence[int], target: ModelConfig) -> None:
         raise InputError(f"the drafter taps target layers {outside}, the target's layers are 0 to {depth - 1}")
 
 
-def check_sizes(hidden_size: int, vocab_size: int, num_target_layers: int, target: ModelConfig) -> None:
+def check_sizes(hidden_size: int, vocab_size: int, num_target_layers: int | None, target: ModelConfig) -> None:
     """Checks a drafter's hidden size, vocabulary and number of target layers.
 
     Raises:
@@ -362,5 +418,5 @@ def check_sizes(hidden_size: int, vocab_size: int, num_target_layers: int, targe
             f"the drafter's vocabulary has {vocab_size} tokens, the target's {target.vocab_size}: they differ"
         )
     depth = len(target.layers)
-    if num_target_layers != depth:
+    if num_target_layers not in (None, depth):
         raise InputError(f"the drafter is for a target of {num_target_layers} layers, this target has {depth}")

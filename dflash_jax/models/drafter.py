@@ -1,5 +1,8 @@
 """The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer that reads the target's hidden features.
 
+DFlash2 adds convolutions within the block and a selector of drafts, DSpark (arXiv 2607.05147) a Markov head, which is a
+selector too, and a head for the drafts' probabilities.
+
 It fills a block ``[last token, MASK, …]`` in one pass. In each layer the keys and values of the context are projections
 of the target's features, not of the drafter's hidden states. Queries, output projection and MLP see the block alone.
 
@@ -7,6 +10,7 @@ Dimension letters: B sequences, T tokens of a block or of an extension, V vocabu
 size.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -15,15 +19,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models.config import DraftConfig, DraftLayerSpec
+from dflash_jax.models.config import ConvSpec, DraftConfig, DraftLayerSpec
 from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, DraftWindow, Proposal, TargetHeads
-from dflash_jax.models.layers import Attention, Mlp, RMSNorm, look_up, normal
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, constant, look_up, normal, parameter
 from dflash_jax.models.rope import Angles, rope_angles
+from dflash_jax.models.selector import Selector
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.cache_write import write
 from dflash_jax.ops.linear import project
-from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
+from dflash_jax.parallel.sharding import ONE_DEVICE, UNSHARDED, AxisSharding, Layout
 
 
 class DraftVocabulary(nnx.Module):
@@ -50,6 +55,77 @@ class DraftVocabulary(nnx.Module):
         return project(self.backend, hidden, self.head[...], dtype=jnp.float32)
 
 
+class BlockConvolution(nnx.Module):
+    """DFlash2's convolutions around a sublayer: each place of a block reads itself and the places before it.
+
+    The coefficients of both convolutions, before and after the sublayer, are projections of the sublayer's input; a
+    group of channels shares one, beside a coefficient of each channel that is the same for all places.
+
+    Attributes:
+        group: Channels of a group.
+        backend: Where operations run.
+        base: Coefficients of all places, [2, taps, H].
+        projection: Projection of the input to the others, [2, taps, H / group, H].
+    """
+
+    def __init__(
+        self,
+        spec: ConvSpec,
+        hidden: int,
+        rngs: nnx.Rngs | None,
+        dtype: DTypeLike,
+        backend: Backend,
+    ):
+        self.group, self.backend = spec.group, backend
+        # The identity at first: a drafter that gets convolutions drafts as before.
+        shape = (2, spec.taps, hidden)
+        self.base = parameter(rngs, shape, dtype, lambda _: jnp.zeros(shape).at[:, 0].set(1.0))
+        self.projection = constant(rngs, (2, spec.taps, hidden // spec.group, hidden), dtype, 0.0)
+
+    def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
+        return {"projection": 1}
+
+    def coefficients(self, x: Float[Array, "*B W H"]) -> Float[Array, "2 *B W taps H"]:
+        """The coefficients before and after the sublayer, whose normed input is x [..., W, H], float32."""
+        own = project(self.backend, x, self.projection[...], dtype=jnp.float32)
+        own = jnp.moveaxis(jnp.repeat(own, self.group, axis=-1), -3, 0)
+        base = self.base[...].astype(jnp.float32)
+        return base.reshape(2, *(1,) * (x.ndim - 1), *base.shape[1:]) + own
+
+    @staticmethod
+    def convolve(x: Float[Array, "*B W H"], coefficients: Float[Array, "*B W taps H"]) -> Float[Array, "*B W H"]:
+        """Σ_o coefficients[…, o] · x[place − o]; places before the block are zero.
+
+        Args:
+            x: [..., W, H].
+            coefficients: Of this side, [..., W, taps, H].
+
+        Returns:
+            [..., W, H] in x's dtype; sums are float32.
+        """
+        width, taps = x.shape[-2], coefficients.shape[-2]
+        padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 2) + [(taps - 1, 0), (0, 0)])
+        shifted = [jax.lax.slice_in_dim(padded, taps - 1 - o, taps - 1 - o + width, axis=-2) for o in range(taps)]
+        return jnp.stack([coefficients[..., o, :] * shifted[o] for o in range(taps)]).sum(0).astype(x.dtype)
+
+    def around(
+        self, x: Float[Array, "*B W H"], normed: Float[Array, "*B W H"], sublayer: Callable[[Array], Array]
+    ) -> Float[Array, "*B W H"]:
+        """X plus the sublayer's output, with both convolutions.
+
+        Args:
+            x: Hidden states, [..., W, H].
+            normed: Their norm, [..., W, H].
+            sublayer: Attention or the MLP, [..., W, H] → [..., W, H].
+
+        Returns:
+            [..., W, H].
+        """
+        before, after = self.coefficients(normed)
+        return x + self.convolve(sublayer(self.convolve(normed, before)), after)
+
+
 class DraftLayer(nnx.Module):
     """A layer of the drafter: attention over context and block, and an MLP.
 
@@ -59,6 +135,8 @@ class DraftLayer(nnx.Module):
         post_norm: Norm before the MLP.
         mixer: Attention.
         ffn: The MLP.
+        attention_conv: Convolutions around attention; absent without them.
+        mlp_conv: Convolutions around the MLP.
     """
 
     def __init__(
@@ -75,6 +153,10 @@ class DraftLayer(nnx.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype, layout, backend)
         self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype, layout, backend)
+        self.has_conv = config.conv is not None
+        if config.conv is not None:
+            self.attention_conv = BlockConvolution(config.conv, config.hidden_size, rngs, dtype, backend)
+            self.mlp_conv = BlockConvolution(config.conv, config.hidden_size, rngs, dtype, backend)
 
     def block_mask(self, block_sizes: Int[Array, " B"], size: int) -> Bool[Array, "B T T"]:
         """Which places of a block see one another.
@@ -131,9 +213,31 @@ class DraftLayer(nnx.Module):
         Returns:
             [B, T, H].
         """
-        h = self.input_norm.deferred(x)
-        x, _, _ = self.mixer(h, angles[self.spec.attention.rope], mask, cache, start, bounds, residual=x)
-        return self.ffn(self.post_norm.deferred(x), x)
+        angle = angles[self.spec.attention.rope]
+        if not self.has_conv:
+            h = self.input_norm.deferred(x)
+            x, _, _ = self.mixer(h, angle, mask, cache, start, bounds, residual=x)
+            return self.ffn(self.post_norm.deferred(x), x)
+        return self.separately(x, lambda h: self.mixer(h, angle, mask, cache, start, bounds)[0], self.ffn)
+
+    def separately(
+        self, x: Float[Array, "*B W H"], attend: Callable[[Array], Array], ffn: Callable[[Array], Array]
+    ) -> Float[Array, "*B W H"]:
+        """The layer from its parts, with nothing fused: norms, convolutions and sums around both sublayers.
+
+        Args:
+            x: Hidden states of blocks, [..., W, H].
+            attend: Attention, [..., W, H] → [..., W, H].
+            ffn: The MLP, likewise.
+
+        Returns:
+            [..., W, H].
+        """
+        if not self.has_conv:
+            x = x + attend(self.input_norm(x))
+            return x + ffn(self.post_norm(x))
+        x = self.attention_conv.around(x, self.input_norm(x), attend)
+        return self.mlp_conv.around(x, self.post_norm(x), ffn)
 
 
 class Drafter(nnx.Module):
@@ -149,8 +253,14 @@ class Drafter(nnx.Module):
         layers: The layers.
         norm: Final norm.
         embed: Its own embeddings, [V, H]; absent where it uses the target's.
-        head: Its own head, [V, H]; absent where it uses the target's.
-        vocabulary: The tokens that are drafted; None for all.
+        head: Its own head, [V, H], or of the tokens ``head_ids`` only, [N, H]; absent where it uses the target's.
+        head_ids: The tokens of its own head, int32 [N], ascending; absent where these are all.
+        mask: Embedding of the places of the drafts, [H]; absent where that is the mask token's.
+        selector: What chooses drafts from candidates; absent where each place takes its own best token.
+        confidence: Weights of the drafts' probabilities, [1, H] or, with the token before each, [1, H + R]; absent
+            without such a head.
+        confidence_bias: [1].
+        vocabulary: The tokens that are drafted; None for all that its head has.
     """
 
     def __init__(
@@ -169,16 +279,29 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout, self.backend) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
-        table = (config.vocab_size, config.hidden_size)
+        hidden, vocab, drafted = config.hidden_size, config.vocab_size, config.draft_vocab_size
         if config.own_embedding:
-            self.embed = normal(rngs, table, dtype)
+            self.embed = normal(rngs, (vocab, hidden), dtype)
         if config.own_head:
-            self.head = normal(rngs, table, dtype)
+            self.head = normal(rngs, (drafted or vocab, hidden), dtype)
+        if drafted is not None:
+            self.head_ids = parameter(rngs, (drafted,), jnp.int32, lambda _: jnp.arange(drafted))
+        if config.own_mask:
+            self.mask = normal(rngs, (hidden,), dtype)
+        if config.selector is not None:
+            spec = config.selector
+            self.selector = Selector(spec, hidden, vocab, drafted or vocab, rngs, dtype, self.backend)
+        if config.confidence is not None:
+            rank = 0 if config.confidence == "state" or config.selector is None else config.selector.rank
+            self.confidence = normal(rngs, (1, hidden + rank), dtype)
+            self.confidence_bias = constant(rngs, (1,), dtype, 0.0)
         self.vocabulary: DraftVocabulary | None = nnx.data(None)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
-        return {"fc": (self.features,), "embed": (self.vocab,), "head": (self.vocab,)}
+        # Draws from some tokens only need all of them.
+        head = self.vocab if self.config.draft_vocab_size is None else UNSHARDED
+        return {"fc": (self.features,), "embed": (self.vocab,), "head": (head,)}
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
@@ -224,7 +347,13 @@ class Drafter(nnx.Module):
 
     def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
         """The own head's rows of the tokens ``ids``, as `Decoder.head_rows`."""
-        return self.head[...][ids]
+        return self.head[...][self._rows(ids)]
+
+    def _rows(self, tokens: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """The rows of the tokens in the own head, and among the selector's successors."""
+        if self.config.draft_vocab_size is None:
+            return tokens
+        return jnp.minimum(jnp.searchsorted(self.head_ids[...], tokens), self.config.draft_vocab_size - 1)
 
     def context(self, features: Float[Array, "B T taps H"]) -> Float[Array, "B T H"]:
         """The context that every layer's keys and values read.
@@ -288,7 +417,7 @@ class Drafter(nnx.Module):
         size = embedded.shape[1]
         positions = start[:, None] + jnp.arange(size)[None]
         angles = self._angles(positions)
-        x = embedded
+        x = embedded * jnp.asarray(self.config.embedding_scale, embedded.dtype)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             bounds = layer.bounds(positions, start, window)
             x = layer(x, layer.block_mask(block_sizes, size), angles, layer_cache, start, bounds)
@@ -305,11 +434,66 @@ class Drafter(nnx.Module):
         window: DraftWindow = NO_WINDOW,
     ) -> Proposal:
         """As `Drafting.propose`."""
-        heads = self.heads(heads)
-        masks = jnp.full((last.shape[0], size - 1), self.config.mask_token_id, last.dtype)
+        heads, config = self.heads(heads), self.config
+        hidden = self._draft_states(heads, cache, last, start, block_sizes, size, window)
+        positions = start[:, None] + 1 + jnp.arange(hidden.shape[1])[None]
+        if self.vocabulary is not None:
+            logits, ids = self.vocabulary.logits(hidden), self.vocabulary.ids[...]
+        else:
+            logits, ids = heads.logits(hidden), None if config.draft_vocab_size is None else self.head_ids[...]
+        logits, scores = self.scaled(logits), None
+        if config.selector is None:
+            tokens = heads.draw(logits, positions, ids)
+        else:
+            candidates = heads.candidates(logits, positions, config.selector.top_k, ids)
+            tokens, scores = self.selector.choose(hidden, last, candidates, self._rows(candidates.tokens))
+        if config.confidence is not None:
+            scores = self.probabilities(hidden, jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
+        # A shifted block has no more drafts than its trained size.
+        missing = [(0, 0), (0, size - 1 - hidden.shape[1])]
+        return Proposal(jnp.pad(tokens, missing), scores=None if scores is None else jnp.pad(scores, missing))
+
+    def _draft_states(
+        self,
+        heads: TargetHeads,
+        cache: DraftCache,
+        last: Int[Array, " B"],
+        start: Int[Array, " B"],
+        block_sizes: Int[Array, " B"],
+        size: int,
+        window: DraftWindow,
+    ) -> Float[Array, "B drafts H"]:
+        """Final hidden states of the places that draft, ``size`` - 1 at most; arguments as of `propose`."""
+        config = self.config
+        # A shifted block of another size than the trained one drafts worse: its layers are bidirectional.
+        width = config.block_size - 1 if config.is_shifted else size
+        masks = jnp.full((last.shape[0], width - 1), config.mask_token_id, last.dtype)
         embedded = heads.embed(jnp.concatenate([last[:, None], masks], axis=1))
-        hidden = self.block(embedded, cache, start, block_sizes, window)
-        positions = start[:, None] + 1 + jnp.arange(size - 1)[None]
-        if self.vocabulary is None:
-            return Proposal(heads.draw(heads.logits(hidden[:, 1:]), positions))
-        return Proposal(heads.draw(self.vocabulary.logits(hidden[:, 1:]), positions, self.vocabulary.ids[...]))
+        if config.own_mask:
+            embedded = embedded.at[:, 1:].set(self.mask[...].astype(embedded.dtype))
+        if not config.is_shifted:
+            return self.block(embedded, cache, start, block_sizes, window)[:, 1:]
+        return self.block(embedded, cache, start, jnp.full_like(block_sizes, width), window)[:, : size - 1]
+
+    def probabilities(self, hidden: Float[Array, "*B H"], before: Int[Array, "*B"]) -> Float[Array, "*B"]:
+        """The drafts' probabilities, given that those before them are right.
+
+        Args:
+            hidden: Hidden states of their places after the final norm, [..., H].
+            before: The tokens before them, int [...].
+
+        Returns:
+            float32 [...].
+        """
+        features = hidden.astype(jnp.float32)
+        if self.config.confidence == "state and token":
+            rows = self.selector.predecessor[...][before].astype(jnp.float32)
+            features = jnp.concatenate([features, rows], axis=-1)
+        logits = features @ self.confidence[0].astype(jnp.float32) + self.confidence_bias[0].astype(jnp.float32)
+        return jax.nn.sigmoid(logits)
+
+    def scaled(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+        """Logits float32 [..., V] of the head with the configuration's factor and cap."""
+        config = self.config
+        logits = logits if config.output_multiplier == 1 else logits * config.output_multiplier
+        return logits if not config.logit_cap else config.logit_cap * jnp.tanh(logits / config.logit_cap)

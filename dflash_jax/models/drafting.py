@@ -84,7 +84,8 @@ class Proposal:
     Attributes:
         tokens: For the positions after the last known token, int [B, T - 1].
         parents: For drafters that propose trees; None for a chain.
-        scores: For drafters that propose candidates; None for a chain.
+        scores: The drafter's estimate of each draft's probability, given that those before it are right, float32
+            [B, T - 1]; None without one.
     """
 
     tokens: Int[Array, "B drafts"]
@@ -101,11 +102,14 @@ class TargetHeads:
         logits: Hidden states [..., H] after the final norm → logits float32 [..., V].
         draw: ``draw(logits [B, T - 1, V], positions [B, T - 1], ids=None)`` → tokens int [B, T - 1]. ``ids`` int [V]:
             the tokens of the logits, where they are not the whole vocabulary.
+        candidates: ``candidates(logits, positions, k, ids=None)`` → the `selector.Candidates` of each place: the k
+            tokens that ``draw`` compares last.
     """
 
     embed: Callable[..., Array]
     logits: Callable[..., Array]
     draw: Callable[..., Array]
+    candidates: Callable[..., Any]
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,6 +121,30 @@ def thinking_marks(text: str) -> dict:
         if right[name] is not None and value not in ("", right[name]):
             raise argparse.ArgumentTypeError(f"{name} is {str(value)[:40]!r}: only {right[name]!r} is possible")
     return config
+
+
+def expression(text: str) -> str:
+    """A regular expression of the command line."""
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no regular expression: {e}") from None
+    return text
+
+
+def structured_outputs(text: str) -> str | None:
+    """The blanks of JSON, by vLLM's configuration of structured outputs: "" for none, None for the default."""
+    neutral = {"backend": None, "disable_fallback": None, "disable_additional_properties": None, "reasoning_parser": ""}
+    for name, value in (config := json_object(text)).items():
+        if name == "disable_any_whitespace":
+            if not isinstance(value, bool):
+                raise argparse.ArgumentTypeError(f"{name} is {shown(value)}: it must be true or false")
+        elif name not in neutral:
+            known = (*neutral, "disable_any_whitespace")
+            raise argparse.ArgumentTypeError(f"{name[:40]!r} is not known: {suggestion(name, known)}")
+        elif name == "reasoning_parser" and value:
+            raise argparse.ArgumentTypeError(f"{name} is {shown(value)}: use --reasoning-parser")
+    return "" if config.get("disable_any_whitespace") else None
 
 
 def chunk(text: str) -> int | None:

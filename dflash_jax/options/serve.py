@@ -148,6 +148,25 @@ class ServeOptions(LLMOptions, CommandOptions):
         "shows)",
         choices=tuple(REASONING_PARSERS),
     )
+    require_answer: bool = _answers(
+        False, "no chat ends inside its thought or without a text or call; a request's own field goes first"
+    )
+    json_whitespace: str | None = _answers(
+        None,
+        "regular expression of blanks between two tokens of JSON that has a form, '' for none (default: at most 64); a "
+        "request's own field goes first",
+        "REGEX",
+        read=readers.expression,
+        aliases=(
+            Alias("--constrained-json-whitespace-pattern", readers.expression),
+            Alias("--constrained-json-disable-any-whitespace --guided-decoding-disable-any-whitespace", const=""),
+            Alias("--structured-outputs-config", readers.structured_outputs),
+            Alias(
+                "--structured-outputs-config.disable-any-whitespace",
+                readers.one_of({"true": "", "false": None}, ": it must be true or false"),
+            ),
+        ),
+    )
     max_total_tokens: int | None = _load(
         None, "tokens in the caches of all requests and known prefixes (default: as many as fit)", "N", least=1
     )

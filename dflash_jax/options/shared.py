@@ -35,7 +35,7 @@ class LLMOptions:
     draft: str | Path | Sequence[str | Path] | None = _models(
         "auto",
         "the same for the drafter; mtp: the target's own MTP head; none: plain decoding; auto: the drafter that this "
-        "package has for the target, if any; given again: one more, and each dispatch takes the fastest",
+        "package has or names for the target, if any; given again: one more, and each dispatch takes the fastest",
         "PATH|REPO|mtp|none",
         action=Add,
         aliases="--speculative-draft-model-path --speculative-draft-model --spec-model",

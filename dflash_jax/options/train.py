@@ -41,6 +41,17 @@ class TrainConfig:
     )
     mask_token_id: int | None = option(None, "token that stands for what is to be drafted (default: <|mask|>)")
     start_layers: tuple[int, ...] = option((), "target layers that its layers begin as (default: random)")
+    # Parts that any drafter may get; they change nothing at first.
+    convolutions: bool = option(False, "give the drafter DFlash2's convolutions")
+    convolution_taps: int = option(2, "places that each place reads by them, itself included", least=1, most=64)
+    convolution_group: int = option(16, "channels that share a coefficient of a place", least=1)
+    selector: bool = option(False, "give the drafter DFlash2's selector, which chooses drafts from candidates")
+    markov: str | None = option(
+        None, "give the drafter a Markov head of DSpark: vanilla or gated", choices=("vanilla", "gated")
+    )
+    confidence: bool = option(False, "give the drafter a head for the drafts' probabilities, beside a Markov head")
+    rank: int = option(256, "size of a token's rows in a selector or a Markov head", least=1)
+    candidates: int = option(16, "candidates of each place", least=2, most=256)
     # The recipe.
     sequence_length: int = option(3072, "tokens of a row, into which documents are packed", least=2)
     rows: int = option(8, "rows of a step, over all devices", least=1)
@@ -50,8 +61,8 @@ class TrainConfig:
     steps: int | None = option(None, "steps (default: what the epochs need)", least=1)
     loss: str = option(
         "cross-entropy",
-        "cross-entropy, kl (against the target's distributions) or hybrid (KL and TV)",
-        choices=("cross-entropy", "kl", "hybrid"),
+        "cross-entropy, kl (against the target's distributions), hybrid (KL and TV) or dspark (cross-entropy and TV)",
+        choices=("cross-entropy", "kl", "hybrid", "dspark"),
     )
     loss_weights: str = option("decay", "weights of a block's slots: decay or d-pace", choices=("decay", "d-pace"))
     match: float = option(0.0, "weight of the distance to the target's hidden states, beside the loss")
@@ -104,6 +115,10 @@ class TrainConfig:
             raise InputError(f"{each.name} {value!r}: it must be {each.right}")
         if self.rows % self.accumulate:
             raise InputError(f"rows {self.rows}: they cannot be divided into {self.accumulate} parts (accumulate)")
+        if self.markov is not None and self.selector:
+            raise InputError(f"selector and markov {self.markov!r}: a drafter has one of them")
+        if self.confidence and self.markov is None:
+            raise InputError("confidence: it comes with markov")
         if self.anchors >= self.sequence_length:
             raise InputError(f"anchors {self.anchors}: a row has {self.sequence_length} tokens (sequence_length)")
 

@@ -38,7 +38,15 @@ Usage = _answer(
     completion_tokens_details=CompletionDetails,
 )
 Function = _answer("Function", "A called function; ``arguments`` is JSON.", name=str, arguments=str)
-Call = _answer("Call", "A tool call.", id=str, type=Literal["function"], function=Function)
+Custom = _answer("Custom", "A called custom tool.", name=str, input=str)
+Call = _answer(
+    "Call",
+    "A tool call, of a function or of a custom tool.",
+    id=str,
+    type=Literal["function", "custom"],
+    function=(Function, None),
+    custom=(Custom, None),
+)
 ChatMessage = _answer(
     "ChatMessage",
     "The assistant's message.",

@@ -1,14 +1,13 @@
 """/v1/chat/completions, and vLLM's /v1/chat/completions/batch: several conversations in one request."""
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.protocol import Form
 from dflash_jax.server import chat_schema, prepare, schema
 from dflash_jax.server.answer_schema import ChatCompletion
@@ -30,14 +29,9 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Frame, JsonAnswer, Later, frame, frame_parts
-from dflash_jax.server.tools import END, START, CallDelta, joined
+from dflash_jax.server.tools import CallDelta, input_of, joined
 
 router = APIRouter(route_class=MediaRoute)
-
-
-def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:
-    """A tag in Lark's notation: its token where it is one, else a string."""
-    return tag if len(tokenizer.encode_plain(tag)) == 1 else json.dumps(tag)
 
 
 def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> Form | None:
@@ -46,23 +40,66 @@ def calls_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str) -> 
     Raises:
         ApiError: A tool is missing, or structured output is not available.
     """
-    choice, tools = body.tool_choice, [t.function.model_dump(exclude_none=True) for t in body.tools or ()]
-    if choice in (None, "none", "auto"):
+    choice, tools = body.tool_choice, [_called(tool, syntax) for tool in body.tools or ()]
+    if choice in (None, "auto"):
+        return inputs_form(serving, [tool for tool in tools if "grammar" in tool], syntax)
+    if choice == "none":
         return None
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
-    several = body.parallel_tool_calls is not False
+    most = _most_calls(body)
     if isinstance(choice, chat_schema.NamedTool):
-        tools, several = _named(tools, [choice.function.name], "tool_choice.function.name"), False
+        tools, most = _named(tools, [choice.function.name], "tool_choice.function.name"), 1
     elif isinstance(choice, chat_schema.AllowedToolsChoice):
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         tools = _named(tools, names, "tool_choice.allowed_tools.tools")
     tokenizer = serving.llm.tokenizer
     if tokenizer is None or tokenizer.file is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
-    start, end = (tag_in_lark(tokenizer, tag) for tag in (START, END))
-    calls = {"tools": tools, "most": 8 if several else 1, "syntax": syntax, "start": start, "end": end}
+    calls = {"tools": tools, "most": most, "syntax": syntax}
     return prepare.checked_form("calls", calls | {"optional": not body.must_call}, "tools")
+
+
+def _called(tool: chat_schema.Tool, syntax: str) -> dict:
+    """A tool as the form of its calls has it. Notes say which grammar the syntax cannot keep."""
+    function, grammar = tool.function.model_dump(exclude_none=True), tool.custom.grammar if tool.custom else None
+    if grammar is not None and syntax != "xml" and grammar["syntax"] == "lark":
+        current().note(f"tools: the grammar of {tool.function.name} is not enforced, since calls are JSON")
+        grammar = None
+    return function if grammar is None else function | {"grammar": grammar}
+
+
+async def either_form(serving: Serving, body: chat_schema.ChatRequest, syntax: str, form: Form) -> Form | None:
+    """The form of a text that either has a ``form`` of JSON or consists of calls; None where it cannot be kept."""
+    if not form.field.startswith("response_format") or form.kind not in ("schema", "json") or syntax == "bare":
+        # A form in the words of vLLM is that of the whole text. Calls without tags cannot be told from JSON.
+        return None
+    answer = {"kind": form.kind, "value": json.loads(form.value)}
+    value = {"tools": [_called(tool, syntax) for tool in body.tools or ()], "syntax": syntax, "answer": answer}
+    try:
+        calls = prepare.checked_form("calls", value | {"most": _most_calls(body)}, "tools")
+        return await prepare.compiled(serving, calls)
+    except ApiError as e:
+        if e.status_code != 400:
+            raise
+        current().note(f"tools are not called, since their form and that of {form.field} exceed a limit: {e.message}")
+        return None
+
+
+def _most_calls(body: chat_schema.ChatRequest) -> int:
+    """Calls of an answer that has a form, at most."""
+    return 1 if body.parallel_tool_calls is False else 8
+
+
+def inputs_form(serving: Serving, tools: list[dict], syntax: str) -> Form | None:
+    """The form of a free text whose calls of custom ``tools`` keep their grammars; None without such tools."""
+    if not tools:
+        return None
+    if serving.llm.tokenizer is None or serving.llm.tokenizer.file is None or not serving.hello.has_masks:
+        current().note("tools: grammars are not enforced, since this server has no structured output")
+        return None
+    kept = [{name: tool[name] for name in ("name", "parameters", "grammar")} for tool in tools]
+    return prepare.checked_form("inputs", {"tools": kept, "syntax": syntax}, "tools")
 
 
 def _named(tools: list[dict], names: Sequence[str], where: str) -> list[dict]:
@@ -119,8 +156,17 @@ async def prepare_chat(
         current().note(f"max_tokens is {most}: there is room for less, so the answer may end where the context does")
     most = room if most is None else min(most, room)
     form, calls = prepare.form_of(body), calls_form(serving, body, talk.syntax)
+    if form and body.tool_choice in (None, "auto"):
+        calls = None
     if form and calls:
         raise ApiError(400, f"{form.field} and tool_choice each ask for a form: give one of them", form.field)
+    form = await prepare.compiled(serving, form or calls)
+    if form and talk.tools and calls is None and (either := await either_form(serving, body, talk.syntax, form)):
+        form, talk.only_at_start = either, True
+    if form and form.begins:
+        # The grammar begins with the text, or after the thought that a token opens.
+        talk.openings = prepare.openings(serving, talk.thought)
+    talk.customs = frozenset(tool.function.name for tool in body.tools or () if tool.custom is not None)
     talk.is_forced = body.must_call
     talk.has_one_call = body.parallel_tool_calls is False
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -128,9 +174,10 @@ async def prepare_chat(
     options = {
         "block_size": body.block_size,
         "priority": body.priority,
-        "form": await prepare.compiled(serving, form or calls),
+        "form": form,
         "thought": talk.thought,
         "budget": prepare.budget(body.budgets),
+        "requires_answer": serving.requires_answer if body.require_answer is None else body.require_answer,
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt or "",
         "records_drafts": body.return_proposals,
@@ -221,7 +268,7 @@ async def full_response(
         deltas[i].append(parsers[i].finish(sequence))
         content = talks[i].echoed + "".join(d.content for d in deltas[i])
         reasoning = "".join(d.reasoning for d in deltas[i]) or None
-        calls = joined([c for d in deltas[i] for c in d.calls])
+        calls = [as_custom(call, talks[i].customs) for call in joined([c for d in deltas[i] for c in d.calls])]
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if calls:
@@ -277,12 +324,50 @@ def _as_delta(kind: str, text: str, call: CallDelta | None) -> dict:
     return {"tool_calls": [{"index": call.index, **first, "function": function}]}
 
 
+def as_custom(call: dict, customs: Collection[str]) -> dict:
+    """A call of a message, of a custom tool in that tool's form."""
+    function = call["function"]
+    if function["name"] not in customs:
+        return call
+    custom = {"name": function["name"], "input": input_of(function["arguments"])}
+    return {name: value for name, value in call.items() if name != "function"} | {"type": "custom", "custom": custom}
+
+
+class CustomInputs:
+    """Shows the calls of custom tools in the deltas of a stream, each when its input is complete."""
+
+    def __init__(self, customs: Collection[str]):
+        self._customs = customs
+        self._call: dict | None = None
+
+    def take(self, deltas: list[dict]) -> list[dict]:
+        """The deltas to send in place of these."""
+        shown = []
+        for delta in deltas:
+            (call,) = delta.get("tool_calls") or (None,)
+            if call is not None and self._call is not None and call["index"] == self._call["index"]:
+                self._call["function"]["arguments"] += call["function"]["arguments"]
+                continue
+            shown += self.finish()
+            if call is not None and call["function"].get("name") in self._customs:
+                self._call = call
+            else:
+                shown.append(delta)
+        return shown
+
+    def finish(self) -> list[dict]:
+        """The delta of the call that has ended, if any."""
+        call, self._call = self._call, None
+        return [{"tool_calls": [as_custom(call, self._customs)]}] if call is not None else []
+
+
 async def stream_chunks(
     serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[RemoteSequence], head: dict
 ) -> AsyncGenerator[Frame, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, started = [talk.parser(body.shown_reasoning) for _ in sequences], []
+    inputs = [CustomInputs(talk.customs) for _ in sequences]
     totals = Totals(sequences, len(sequences))
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> Frame:
@@ -301,9 +386,10 @@ async def stream_chunks(
             yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not started)
             started.append(i)
         totals.take(i)
-        deltas, more = as_deltas(parsers[i].push(piece), body.has_functions), {}
+        deltas, more = inputs[i].take(as_deltas(parsers[i].push(piece), body.has_functions)), {}
         if piece.finish_reason:
-            deltas += as_deltas(parsers[i].finish(sequences[i]), body.has_functions)
+            last = as_deltas(parsers[i].finish(sequences[i]), body.has_functions)
+            deltas += inputs[i].take(last) + inputs[i].finish()
         if piece.logprobs is not None:
             more["logprobs"] = logprobs_of(serving, body, piece.logprobs)
         if body.return_token_ids:

@@ -5,7 +5,7 @@ Requests to other interfaces are converted to them.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
 from dflash_jax.server.schema_base import (
@@ -20,6 +20,7 @@ from dflash_jax.server.schema_base import (
     neutral_table,
     wrong,
 )
+from dflash_jax.server.tools import INPUT
 
 # Fields of a message without effect.
 NEUTRAL = neutral_table("message")
@@ -37,22 +38,86 @@ class Function(Lenient):
     strict: bool | None = None
 
 
-class Tool(Lenient):
-    """A tool. One with ``defer_loading`` may be called, and the template does not show it: the conversation does."""
+class InputGrammar(Lenient):
+    """What the input of a custom tool follows."""
 
-    type: Literal["function"]
-    function: Function
-    defer_loading: bool | None = Field(default=None, exclude=True)
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
+
+
+class InputFormat(Lenient):
+    """The form of a custom tool's input: a grammar, of its own in chats, flat in responses, or any text."""
+
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _nested(cls, given: Any) -> Any:
-        """Takes a function without its envelope, as /v1/responses and /v1/messages have it, too."""
-        is_flat = isinstance(given, dict) and "function" not in given and isinstance(given.get("name"), str)
-        if not is_flat or given.get("type", "function") != "function":
+        if isinstance(given, dict) and given.get("type") == "grammar" and given.get("grammar") is None:
+            given = given | {"grammar": {name: given[name] for name in ("syntax", "definition") if name in given}}
+        return given
+
+
+class CustomTool(Function):
+    """A custom tool: its one argument is a text."""
+
+    format: InputFormat | None = None
+
+    @property
+    def grammar(self) -> Json | None:
+        """What its input follows; None for any text."""
+        if self.format is None or self.format.type != "grammar" or self.format.grammar is None:
+            return None
+        return self.format.grammar.model_dump()
+
+    def as_function(self) -> Json:
+        """The function as which models know it."""
+        described, grammar = self.description or "", self.grammar
+        if grammar is not None:
+            described += f"\n\nThe {INPUT} has this form ({grammar['syntax']}):\n{grammar['definition']}"
+        parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+        return {"name": self.name, "description": described, "parameters": parameters}
+
+
+class Tool(Lenient):
+    """A function, or a custom tool with the function as which models know it.
+
+    One with ``defer_loading`` may be called, and the template does not show it: the conversation does.
+    """
+
+    type: Literal["function"]
+    function: Function
+    custom: CustomTool | None = Field(None, exclude=True)
+    defer_loading: bool | None = Field(default=None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _converted(cls, given: Any) -> Any:
+        """Takes a custom tool, and a function without its envelope, as /v1/responses and /v1/messages have it."""
+        if not isinstance(given, dict):
             return given
+        if given.get("type") == "custom":
+            custom = checked_custom(given.get("custom"))
+            return {"type": "function", "function": custom.as_function(), "custom": custom}
+        is_flat = "function" not in given and isinstance(given.get("name"), str)
+        if not is_flat or given.get("type", "function") != "function":
+            return given | {"custom": None}
         parameters = given.get("parameters", given.get("input_schema"))
         return {"type": "function", "function": {**given, "parameters": parameters}}
+
+
+def checked_custom(given: Any) -> CustomTool:
+    """A custom tool of a request.
+
+    Raises:
+        PydanticCustomError: It is invalid.
+    """
+    try:
+        return CustomTool.model_validate(given)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise wrong(".".join(map(str, ("custom", *first["loc"]))), first["msg"]) from None
 
 
 class FunctionName(Lenient):
@@ -64,8 +129,15 @@ class FunctionName(Lenient):
 class NamedTool(Lenient):
     """A tool by its name."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _converted(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "custom" and "custom" in given:
+            return {"type": "custom", "function": given["custom"]}
+        return given
 
 
 class AllowedTools(Strict):
@@ -109,12 +181,21 @@ class CalledFunction(Lenient):
 
 
 class Call(Lenient):
-    """A tool call."""
+    """A tool call. One of a custom tool is read as one of a function."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _converted(cls, given: Any) -> Any:
+        custom = given.get("custom") if isinstance(given, dict) and given.get("type") == "custom" else None
+        if isinstance(given, dict) and isinstance(custom, dict):
+            function = {"name": custom.get("name"), "arguments": {INPUT: custom.get("input") or ""}}
+            return given | {"type": "function", "function": function}
+        return given
 
 
 class Part(Open):
@@ -268,6 +349,8 @@ class ChatRequest(OpenAiSampling, Templated):
     thinking_token_budget: ThinkingBudget = None
     thinking_budget: ThinkingBudget = None
     thinking_budget_tokens: ThinkingBudget = None
+    # Whether no text ends inside its thought, or without an answer; None: as the server does.
+    require_answer: bool | None = None
     # SGLang's and vLLM's fields for showing reasoning.
     separate_reasoning: bool = True
     stream_reasoning: bool = True

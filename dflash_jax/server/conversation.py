@@ -15,11 +15,13 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.protocol import CallEnd
 from dflash_jax.sampling_params import CLOSE, OPEN
 from dflash_jax.server import chat_schema
+from dflash_jax.server.answer_splitter import AnswerSplitter, call_at_end
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.tools import AnswerSplitter, CallDelta, ToolParser, call_at_end, syntax_of
+from dflash_jax.server.tool_values import parameters_of
+from dflash_jax.server.tools import CallDelta, ToolParser, syntax_of
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Parser:
         tools: ToolParser | None,
         shown: chat_schema.ShownReasoning = "stream",
         has_one_call: bool = False,
+        openings: Sequence[int] | None = None,
     ):
         """Prepares a parser.
 
@@ -112,7 +115,10 @@ class Parser:
             tools: Parser of calls; None without tools.
             shown: How reasoning is shown.
             has_one_call: Whether calls after the first one are left out.
+            openings: The tokens one of which begins the text if that has a thought, whatever the text of another one
+                is; None where the text alone decides.
         """
+        self._openings = None if is_thinking else openings
         self._splitter = ReasoningSplitter(is_thinking) if tools is None else AnswerSplitter(is_thinking, tools.schemas)
         self._tools, self._shown = tools, shown
         # All reasoning, where a call may end it.
@@ -124,6 +130,10 @@ class Parser:
 
     def push(self, piece: Piece) -> Delta:
         """Parses the next piece."""
+        if self._openings is not None and piece.token_ids:
+            if piece.token_ids[0] not in self._openings:
+                self._splitter.begin_content()
+            self._openings = None
         reasoning, content = self._split(piece)
         if self._shown == "content":
             text = self._undecided + piece.text
@@ -210,6 +220,9 @@ class Conversation:
         echoed: Text that the answer begins with.
         is_forced: Whether the answer must consist of calls.
         has_one_call: Whether the answer ends after its first call.
+        only_at_start: As of `ToolParser`.
+        openings: As of `Parser`.
+        customs: Names of custom tools.
         media: Images and videos of the prompt; None for text.
     """
 
@@ -220,18 +233,23 @@ class Conversation:
     echoed: str = ""
     is_forced: bool = False
     has_one_call: bool = False
+    only_at_start: bool = False
+    openings: tuple[int, ...] | None = None
+    customs: frozenset[str] = frozenset()
     media: PlacedMedia | None = None
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
-        tools = ToolParser(self.tools, self.is_forced, self.syntax == "bare") if self.tools else None
-        return Parser(self.thought == "open", tools, shown, self.has_one_call)
+        options = {"is_forced": self.is_forced, "only_at_start": self.only_at_start}
+        tools = ToolParser(self.tools, is_bare=self.syntax == "bare", **options) if self.tools else None
+        return Parser(self.thought == "open", tools, shown, self.has_one_call, self.openings)
 
     def ends(self) -> CallEnd | None:
         """The end condition of a choice beside its stop strings; None without one."""
         if not self.has_one_call or not self.tools:
             return None
-        return CallEnd(self.thought == "open", self.syntax == "bare", json.dumps(self.tools), self.is_forced)
+        is_bare, tools = self.syntax == "bare", json.dumps(self.tools)
+        return CallEnd(self.thought == "open", is_bare, tools, self.is_forced, self.only_at_start)
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:
@@ -275,7 +293,7 @@ def check_parameters(schema: dict, where: str) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object":
         raise ApiError(400, f"{where}.type is {schema['type']!r}: it must be object", f"{where}.type")
-    if not isinstance(properties, dict) or any(">" in name or "\n" in name for name in properties):
+    if not isinstance(properties, dict) or any(">" in name or "\n" in name for name in parameters_of(schema)[0]):
         raise ApiError(400, f"{where}.properties must be an object, its names without > and newlines", where)
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ApiError(400, f"{where}.required must be a list of names", f"{where}.required")

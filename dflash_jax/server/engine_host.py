@@ -29,13 +29,13 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.process import leave_out_of_collections
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import wire
+from dflash_jax.server.answer_splitter import FirstCall
 from dflash_jax.server.capacity import Share
 from dflash_jax.server.engine_client import EngineClient
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.request_context import RequestContext
-from dflash_jax.server.tools import FirstCall
 from dflash_jax.server.tower import TowerTurns
 from dflash_jax.workers.process import STOPPED
 
@@ -521,6 +521,7 @@ class FrontConnection:
                 params,
                 prompt.block_size,
                 mask=mask,
+                must_end=prompt.form is not None and prompt.form.begins,
                 budget=prompt.budget,
                 records_drafts=prompt.records_drafts,
                 ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),

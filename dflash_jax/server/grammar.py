@@ -122,7 +122,7 @@ class GrammarProcesses:
             InputError: It is invalid, or exceeds a limit.
             ApiError: 503, the server is busy.
         """
-        content = hashlib.sha256(f"{form.kind} {form.value}".encode()).hexdigest()
+        content = hashlib.sha256(json.dumps([form.kind, form.value, form.blanks]).encode()).hexdigest()
         if (grammar := self._cached(content)) is not None:
             return grammar
         key = current().client, content
@@ -172,7 +172,7 @@ class GrammarProcesses:
             process = self._pool.add(await self._nursery.forked(), client)
         except OSError:
             raise ApiError(503, "structured output is being restarted") from None
-        request = {"kind": form.kind, "value": form.value, "field": form.field}
+        request: dict = {"kind": form.kind, "value": form.value, "field": form.field, "blanks": form.blanks}
         request |= {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
         # Further compilations of a client have less of the processors.
         request["niceness"] = list(self._queue.compiling.values()).count(client)

@@ -5,20 +5,24 @@ and ambiguous.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.server.structural_tag import structural_tag_grammar
-from dflash_jax.server.tool_values import as_text, kinds_of
-from dflash_jax.server.tools import START
+from dflash_jax.server.tool_values import as_text, kinds_of, parameters_of
+from dflash_jax.server.tools import END, INPUT, START
 
 # Whitespace between two tokens of JSON. It is bounded because small models tend to write endless line breaks.
 WHITESPACE = r"[ \t\n\r]{0,64}"
+# Parameters of a call that may come in any order.
+MOST_BITS = 64
 OPEN_OBJECTS = "further properties of objects are let in"
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.S)
 # Keywords whose schemas describe the same value.
 _COMBINING = ("allOf", "anyOf", "oneOf")
 # Keywords with schemas of other values: one schema, a list, an object of schemas.
@@ -27,98 +31,173 @@ _LISTS = ("items", "prefixItems")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def sources(kind: str, value: Any, literal: Callable[[str], list[str]]) -> Iterator[tuple[str, list[str]]]:
+@dataclass(frozen=True)
+class Notation:
+    """How parts of forms are written for llguidance.
+
+    Attributes:
+        literal: Writes a text in Lark: strings, and added tokens that it has as "<[id]>".
+        named: Writes the names of tokens in Lark as llguidance knows them.
+        blanks: As of a `Form`.
+    """
+
+    literal: Callable[[str], list[str]]
+    named: Callable[[str], str]
+    blanks: str | None = None
+
+    def lark(self, grammar: str) -> str:
+        """A grammar of either notation in Lark."""
+        if "::=" not in grammar:
+            return self.named(grammar)
+        # The converter drops the zeros of escapes.
+        return gbnf_to_lark(_ESCAPE.sub(_character, grammar))
+
+    def json(self, schema: Any) -> str:
+        """The schema as JSON for llguidance, which warns of what it cannot enforce. Blanks are bounded."""
+        if schema is True:
+            schema = {}
+        if isinstance(schema, dict):
+            given = schema.get("x-guidance")
+            options = given if isinstance(given, dict) else {}
+            pattern = WHITESPACE if self.blanks is None else self.blanks
+            blanks = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+            schema = schema | {"x-guidance": blanks | options | {"lenient": True}}
+        return json.dumps(schema)
+
+
+def _character(escape: re.Match) -> str:
+    """An escaped character outside of ASCII as itself; other escapes stay."""
+    code = int(escape[1], 16) if escape[1] else 0
+    return chr(code) if code > 0x7F and not 0xD800 <= code < 0xE000 else escape[0]
+
+
+def sources(kind: str, value: Any, notation: Notation) -> Iterator[tuple[str, list[str]]]:
     """Yields (grammar, what it does not enforce), in the order in which to try them.
 
     Args:
         kind: Of a `Form`.
         value: Of a `Form`, parsed.
-        literal: Writes a text in Lark, as `structural_tag` needs it.
+        notation: How its parts are written.
     """
-    if kind in ("schema", "calls", "structural_tag"):
-        build = {"schema": _schema, "calls": _calls}.get(kind) or partial(_tags, literal)
+    build = {"schema": _schema, "calls": _calls, "inputs": _inputs, "structural_tag": _tags}.get(kind)
+    if build is not None:
         for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
-            yield build(value, close), notes
+            yield build(notation, value, close), notes
     elif kind == "json":
-        yield _schema({"type": "object"}, _unchanged), []
+        yield _schema(notation, {"type": "object"}, _unchanged), []
     elif kind == "regex":
         yield LLMatcher.grammar_from_regex(value), []
     elif kind == "choice":
         yield LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in value)), []
     else:
-        yield LLMatcher.grammar_from_lark(_lark(value)), []
-
-
-def _lark(grammar: str) -> str:
-    return gbnf_to_lark(grammar) if "::=" in grammar else grammar
+        yield LLMatcher.grammar_from_lark(notation.lark(value)), []
 
 
 def _unchanged(schema: Any) -> Any:
     return schema
 
 
-def _lenient(schema: Any) -> Any:
-    """The schema with bounded whitespace, and with a warning instead of an error for what llguidance cannot enforce."""
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        return schema
-    options = schema.get("x-guidance")
-    options = options if isinstance(options, dict) else {}
-    return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE} | options | {"lenient": True}}
+def _schema(notation: Notation, value: Any, close) -> str:
+    return LLMatcher.grammar_from_json_schema(notation.json(close(value)))
 
 
-def _schema(value: Any, close) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(_lenient(close(value))))
-
-
-def _tags(literal, value: dict, close) -> str:
+def _tags(notation: Notation, value: dict, close) -> str:
     def schema(value: Any) -> str:
-        return f"%json {json.dumps(_lenient(close(value)))}"
+        return f"%json {notation.json(close(value))}"
 
-    return structural_tag_grammar(value, schema, _lark, literal)
+    return structural_tag_grammar(value, schema, notation.lark, notation.literal)
 
 
-def _calls(value: dict, close) -> str:
+def _calls(notation: Notation, value: dict, close) -> str:
     """The grammar of tool calls, with whitespace as Qwen writes it.
 
     Args:
+        notation: As of `sources`.
         value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``syntax`` (as `Serving.call_syntax`),
-            ``start`` and ``end`` (the tags around a call, in Lark), ``optional`` (whether text around calls, and no
-            call, are allowed).
+            ``optional`` (whether text around calls, and no call, are allowed), ``answer`` (the kind and value of the
+            form, "schema" or "json", that a text without calls has; None for calls in any case). A custom tool has its
+            input's ``grammar``: its syntax, "lark" or "regex", and definition.
         close: Transforms each tool's schema.
     """
-    rules, names, is_bare = [], [], value["syntax"] == "bare"
+    rules, grammars, syntax = [], [], value["syntax"]
     for i, tool in enumerate(value["tools"]):
-        schema = close(tool.get("parameters") or {"type": "object"})
-        names.append(f"call_{i}")
-        if value["syntax"] == "xml":
-            rules += _xml_call(f"call_{i}", tool["name"], schema)
+        schema, grammar = close({"type": "object"} | (tool.get("parameters") or {})), tool.get("grammar")
+        if syntax == "xml":
+            rules += _xml_call(notation, f"call_{i}", tool["name"], schema, f"@input_{i}" if grammar else None)
+            if grammar:
+                grammars.append(_input(notation, grammar) | {"name": f"input_{i}"})
         else:
-            key = "parameters" if is_bare else "arguments"
-            head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{key}": ')
-            arguments = f"arguments_{i}: %json {json.dumps(_lenient(schema))}"
-            rules.append(f'call_{i}: {head} arguments_{i} "}}"\n{arguments}')
+            if grammar:
+                schema |= {"properties": {INPUT: {"type": "string", "pattern": f"^(?:{grammar['definition']})$"}}}
+            rules += [f'call_{i}: {json.dumps(_head(tool["name"], syntax))} call_{i}_json "}}"']
+            rules += [f"call_{i}_json: %json {notation.json(schema)}"]
+    start = _around(notation, value, " | ".join(f"call_{i}" for i in range(len(value["tools"]))))
+    if answer := value.get("answer"):
+        schema = {"type": "object"} if answer["kind"] == "json" else close(answer["value"])
+        start[0] += " | answer"
+        rules.append(f"answer: %json {notation.json(schema)}")
+    main = {"name": "calls", "lark_grammar": "\n".join([*start, *rules])}
+    return json.dumps({"grammars": [main, *grammars]})
+
+
+def _around(notation: Notation, value: dict, call: str) -> list[str]:
+    """The rules of what is around calls; ``call`` is any one."""
+    is_bare, most = value["syntax"] == "bare", value["most"]
+    if value.get("in_text"):
+        # The matcher begins where a call does, and ends with the input.
+        return [f"start: ({call}) REST", "REST: /(?s:.*)/"]
+    start, end = (" ".join(notation.literal(tag)) for tag in (f"{START}\n", f"\n{END}"))
+    one = f"one: {call}" if is_bare else f"one: {start} ({call}) {end}"
     between = json.dumps("; " if is_bare else "\n")
-    calls = f"one ({between} one){{0,{value['most'] - 1}}}" if value["most"] > 1 else "one"
-    any_call = " | ".join(names)
-    one = f"one: {any_call}" if is_bare else f'one: {value["start"]} "\\n" ({any_call}) "\\n" {value["end"]}'
+    calls = f"one ({between} one){{0,{most - 1}}}" if most > 1 else "one"
     if value.get("optional") and is_bare:
-        calls = f"TEXT | {calls}"
-        rules.append(r"TEXT: /(?s:[^{].*)/")
-    elif value.get("optional"):
-        calls = f"TEXT? (one TEXT?){{0,{value['most']}}}"
-        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){START}(?s:.*)/")
-    return LLMatcher.grammar_from_lark("\n".join([f"start: {calls}", one, *rules]))
+        return [f"start: TEXT | {calls}", one, r"TEXT: /(?s:[^{].*)/"]
+    if value.get("optional"):
+        text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){START}(?s:.*)/"
+        return [f"start: TEXT? (one TEXT?){{0,{most}}}", one, text]
+    return [f"start: {calls}", one]
 
 
-def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
-    """The rules of one call. Parameters are in the schema's order; those that are not required are optional."""
-    required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
-    for j, (key, parameter) in enumerate((schema.get("properties") or {}).items()):
+def _inputs(notation: Notation, value: dict, close) -> str:
+    """The grammar of a call of any of the tools, wherever it is in a text."""
+    return _calls(notation, value | {"most": 1, "in_text": True}, close)
+
+
+def input_source(notation: Notation, grammar: dict) -> str:
+    """The grammar of a custom tool's input alone."""
+    return json.dumps({"grammars": [_input(notation, grammar)]})
+
+
+def openings(kind: str, value: Any) -> list[str]:
+    """What the calls begin with that have the grammars of a form of the kind "inputs"; none for other kinds."""
+    return [_head(tool["name"], value["syntax"]) for tool in value["tools"]] if kind == "inputs" else []
+
+
+def _head(name: str, syntax: str) -> str:
+    """What a call of a tool begins with."""
+    key = "parameters" if syntax == "bare" else "arguments"
+    return f"<function={name}>\n" if syntax == "xml" else f'{{"name": {json.dumps(name)}, "{key}": '
+
+
+def _input(notation: Notation, grammar: dict) -> dict:
+    """The grammar of a custom tool's input."""
+    if grammar["syntax"] == "regex":
+        return json.loads(LLMatcher.grammar_from_regex(grammar["definition"]))["grammars"][0]
+    return {"lark_grammar": notation.lark(grammar["definition"])}
+
+
+def _xml_call(notation: Notation, rule: str, name: str, schema: dict, grammar: str | None = None) -> list[str]:
+    """The rules of one call. Parameters are in any order, the required ones all there; of many, in the schema's order.
+
+    ``grammar``: names the grammar of the one parameter of a custom tool.
+    """
+    (properties, required), parts, rules, end = parameters_of(schema), [], [], "\n</parameter>\n"
+    for j, (key, parameter) in enumerate(properties.items()):
         kinds, value = kinds_of(parameter, schema), f"{rule}_{j}"
         begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
-        if kinds.has_text:
+        if grammar is not None:
+            rules.append(f"{value}: {grammar}")
+        elif kinds.has_text:
             # Free text reaches to the end of the parameter.
             rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
             closing = ""
@@ -126,13 +205,22 @@ def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
             choices = [json.dumps(as_text(choice)) for choice in kinds.values]
             if kinds.types or not choices:
                 shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-                rules.append(f"{value}_json: %json {json.dumps(_lenient(shared | parameter))}")
+                rules.append(f"{value}_json: %json {notation.json(shared | parameter)}")
                 choices.append(f"{value}_json")
             rules.append(f"{value}: {' | '.join(choices)}")
-        part = f"{begin} {value} {closing}"
-        parts.append(part if key in required else f"({part})?")
-    opening, ending = json.dumps(f"<function={name}>\n"), json.dumps("</function>")
-    return [f"{rule}: {opening} {' '.join(parts)} {ending}", *rules]
+        parts.append((key in required, f"{begin} {value} {closing}"))
+    opening, ending = json.dumps(_head(name, "xml")), json.dumps("</function>")
+    if not parts:
+        return [f"{rule}: {opening} {ending}"]
+    if len(parts) > MOST_BITS:
+        inside = " ".join(part if is_required else f"({part})?" for is_required, part in parts)
+        return [f"{rule}: {opening} {inside} {ending}", *rules]
+    # A bit for each parameter that a call has so far, the required ones first.
+    parts.sort(key=lambda part: not part[0])
+    count = sum(is_required for is_required, _ in parts)
+    choices = ['""' + (f" %if is_ones([0:{count}])" if count else "")]
+    choices += [f"{part} {rule}_rest::set_bit({k}) %if bit_clear({k})" for k, (_, part) in enumerate(parts)]
+    return [f"{rule}: {opening} {rule}_rest::0 {ending}", f"{rule}_rest::_: {' | '.join(choices)}", *rules]
 
 
 def closed(schema: Any) -> Any:

@@ -24,6 +24,8 @@ from functools import partial
 from typing import Any
 
 from dflash_jax.errors import InputError
+from dflash_jax.server.grammar_source import openings
+from dflash_jax.server.grammar_trigger import TriggeredWalk, Triggers
 from dflash_jax.server.grammar_walk import GrammarTokens, GrammarWalk
 from dflash_jax.workers.loop import NICENESS, Frames, fork_for_each, limit_memory, limit_seconds, run_nursery
 
@@ -50,24 +52,31 @@ def _compile(tokens: GrammarTokens, frames: Frames) -> None:
     limit_memory(request["memory_bytes"])
     limit_seconds(request["compile_s"])
     try:
-        matcher, notes = tokens.matcher(request["kind"], json.loads(request["value"]), request["field"])
+        value = json.loads(request["value"])
+        matcher, notes = tokens.matcher(request["kind"], value, request["field"], request["blanks"])
         # The first mask costs more than all others, and is the same for all sequences.
         tokens.mask(matcher)
     except (InputError, MemoryError) as e:
         frames.send(json.dumps({"error": str(e) or "it needs too much memory"}).encode())
         return
+    words = openings(request["kind"], value)
+    triggers = Triggers(tokens, matcher, words) if words else None
     frames.send(json.dumps({"notes": notes}).encode())
     limit_seconds(None)
-    fork_for_each(frames.socket, partial(_walk, tokens, matcher))
+
+    def begin(thought: str) -> GrammarWalk | TriggeredWalk:
+        return TriggeredWalk(triggers, thought) if triggers else GrammarWalk(tokens, matcher.deep_copy(), thought)
+
+    fork_for_each(frames.socket, partial(_walk, begin))
 
 
-def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
+def _walk(begin: Callable[[str], GrammarWalk | TriggeredWalk], frames: Frames) -> None:
     """A process of sequences: masks after their taken tokens, and after each draft."""
     _, (memory, answers), _, _ = socket.recv_fds(frames.socket, 1, 2)
     start = frames.read()
     shared, size = mmap.mmap(memory, start["bytes"]), start["bytes"] // start["sequences"]
     limit_memory(start["memory_bytes"])
-    walks: dict[int, GrammarWalk] = {}
+    walks: dict[int, GrammarWalk | TriggeredWalk] = {}
     while True:
         answered, began = b"", 0.0
         for number, place, thought, taken, drafts in frames.read():
@@ -76,7 +85,7 @@ def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
                 limit_seconds(start["step_s"])
                 answered, began = b"", time.monotonic()
             if thought is not None:
-                walks[place] = GrammarWalk(tokens, matcher.deep_copy(), thought)
+                walks[place] = begin(thought)
             try:
                 walks[place].take(taken)
                 masks = walks[place].masks(drafts)

@@ -125,7 +125,8 @@ def serving_of(args, llm, engine, store, fronts: int = 1):
         trust_request_chat_template=args.trust_request_chat_template,
     )
     options = {"response_store": store, "stream_interval": args.stream_interval}
-    options["keep_alive_s"] = args.sse_keep_alive_interval
+    options |= {"keep_alive_s": args.sse_keep_alive_interval, "json_blanks": args.json_whitespace}
+    options["requires_answer"] = args.require_answer
     if args.tool_call_parser is not None:
         options["call_syntax"] = TOOL_CALL_PARSERS[args.tool_call_parser]
     if args.reasoning_parser is not None:

@@ -119,6 +119,7 @@ class CountTokensRequest(Body):
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     block_size: int | Literal["auto"] | None = None
+    require_answer: bool | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -140,6 +141,11 @@ BLOCKS = {
     "tool_result": ("text", "image", "document", "search_result", "tool_reference"),
 }
 BILLING = "x-anthropic-billing-header:"
+# Fields with the same name and meaning in a chat request.
+AS_IN_CHAT = (
+    *("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "block_size", "thinking"),
+    *("require_answer", "chat_template_kwargs"),
+)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # The types of tools that Anthropic defines or runs end with dates.
 DATE = re.compile(r"_\d{8}", re.ASCII)
@@ -531,8 +537,7 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
     output, tools = body.output_config or OutputConfig(), Tools.of(body.tools or ())
     messages, edits = as_messages(body, tools), (body.context_management and body.context_management.edits) or ()
     _note_what_is_not_done(body, tools)
-    same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "block_size", "thinking")
-    fields: dict[str, Any] = {name: getattr(body, name) for name in (*same, "chat_template_kwargs")} | {
+    fields: dict[str, Any] = {name: getattr(body, name) for name in AS_IN_CHAT} | {
         # An assistant's turn at the end is continued.
         "continue_final_message": messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         "tools": tools.as_chat(),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec.structs import astuple
 
@@ -18,12 +19,13 @@ from dflash_jax.frontend.reasoning import open_thought
 from dflash_jax.protocol import Form
 from dflash_jax.sampling_params import CLOSE, MAX_BIAS, OPEN, SamplingParams
 from dflash_jax.server import schema
+from dflash_jax.server.answer_splitter import FirstCall
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.request_context import current
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.tools import FirstCall
+from dflash_jax.server.tools import END
 
 SEEDS = 2**32
 FIELDS = frozenset(each.name for each in fields(SamplingParams))
@@ -168,6 +170,20 @@ FORM_FIELDS = {
 }
 NESTED_FIELDS = {"regex": "regex", "grammar": "grammar", "json": "schema", "choice": "choice", "json_object": "json"}
 NESTED_FIELDS["structural_tag"] = "structural_tag"
+# What is no form. Objects are closed in any case, and there is one implementation.
+NESTED_OPTIONS = frozenset(
+    (
+        "disable_any_whitespace",
+        "whitespace_pattern",
+        "disable_additional_properties",
+        "disable_fallback",
+        "backend",
+        "_backend",
+        "_backend_was_auto",
+    )
+)
+# Characters of the pattern of blanks.
+MOST_PATTERN = 1024
 # The types of a form's value; of other kinds it may have any.
 FORM_TYPES = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
 
@@ -194,8 +210,11 @@ def form_of(body) -> Form | None:
         asked.append((kind, answer.model_dump(by_alias=True, exclude_none=True), "response_format"))
     elif kind != "text":
         raise ApiError(400, f"response_format.type {kind}: use the field {kind}", "response_format.type")
-    for name, value in (getattr(body, "structured_outputs", None) or {}).items():
+    nested = getattr(body, "structured_outputs", None) or {}
+    for name, value in nested.items():
         field = f"structured_outputs.{name}"
+        if name in NESTED_OPTIONS:
+            continue
         if name not in NESTED_FIELDS:
             raise ApiError(400, f"{field} is not supported", field)
         if value not in (None, False):
@@ -205,7 +224,26 @@ def form_of(body) -> Form | None:
     if len(asked) > 1:
         names = " and ".join(field for _, _, field in asked)
         raise ApiError(400, f"{names} each ask for a form of the text: give one of them", asked[1][2])
-    return checked_form(*asked[0]) if asked else None
+    return msgspec.structs.replace(checked_form(*asked[0]), blanks=_blanks(body, nested)) if asked else None
+
+
+def _blanks(body, nested: dict[str, Any]) -> str | None:
+    """The blanks that a request's fields ask for, as of a `Form`.
+
+    Raises:
+        ApiError: One has a wrong type.
+    """
+    patterns = {
+        "guided_whitespace_pattern": getattr(body, "guided_whitespace_pattern", None),
+        "structured_outputs.whitespace_pattern": nested.get("whitespace_pattern"),
+    }
+    for field, pattern in patterns.items():
+        if not isinstance(pattern, str | None) or len(pattern or "") > MOST_PATTERN:
+            raise ApiError(400, f"{field} must be text of at most {MOST_PATTERN} characters", field)
+    if not isinstance(is_compact := nested.get("disable_any_whitespace"), bool | None):
+        field = "structured_outputs.disable_any_whitespace"
+        raise ApiError(400, f"{field} must be true or false", field)
+    return "" if is_compact else next((each for each in patterns.values() if each is not None), None)
 
 
 def checked_form(kind: str, value: Any, field: str) -> Form:
@@ -251,6 +289,13 @@ def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: 
     return "possible" if open_thought(prompt, encode(OPEN), encode(CLOSE)) is None else "open"
 
 
+def openings(serving: Serving, thought: str) -> tuple[int, ...]:
+    """The tokens with which a text that has a form may begin a thought; ``thought`` as of `sequences`."""
+    tokenizer = serving.llm.tokenizer
+    tag = tuple(tokenizer.encode_plain(OPEN)) if tokenizer is not None and thought == "possible" else ()
+    return tag if len(tag) == 1 else ()
+
+
 def check_stream(serving: Serving, body: schema.OpenAiSampling) -> None:
     """Checks ``return_proposals``. Other options of a stream have no effect without one.
 
@@ -280,6 +325,8 @@ async def compiled(serving: Serving, form: Form | None) -> Form | None:
         return None
     if serving.llm.tokenizer is None or serving.llm.tokenizer.file is None:
         raise ApiError(400, f"{form.field} needs a tokenizer.json, and this checkpoint has none", form.field)
+    if form.blanks is None:
+        form = msgspec.structs.replace(form, blanks=serving.json_blanks)
     try:
         notes = await serving.engine.compile(form)
     except InputError as e:
@@ -297,6 +344,7 @@ async def sequences(
     *,
     block_size: BlockSize | None = None,
     budget: int | None = None,
+    requires_answer: bool = False,
     media: PlacedMedia | None = None,
     **fields,
 ) -> list[RemoteSequence]:
@@ -311,6 +359,7 @@ async def sequences(
         n: Choices.
         block_size: Most tokens of a round, or "auto"; None: the server's.
         budget: Most tokens of the thought, those in the prompt after the opening tag included.
+        requires_answer: Whether no text ends inside its thought, or without an answer.
         media: Images and videos of the prompt.
         **fields: Further fields of `protocol.Prompt`.
 
@@ -328,12 +377,21 @@ async def sequences(
         serving.llm.block_size if block_size is None else block_size,
         **fields,
     )
-    if budget is not None and prompt.thought != "none" and serving.llm.tokenizer is not None:
+    has_budget = budget is not None and prompt.thought != "none"
+    if (has_budget or requires_answer) and serving.llm.tokenizer is not None:
         encode, is_open = serving.llm.tokenizer.encode_plain, prompt.thought == "open"
         blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
         # As in vLLM and SGLang, the part of the thought in the prompt counts.
         used = (open_thought(ids, *tags) or 0) if is_open else 0
-        prompt.budget = ThinkingBudget(max(0, budget - used), *tags, is_open, blank)
+        left = max(0, budget - used) if budget is not None and has_budget else None
+        # The grammar of a form says itself where its text may end.
+        is_formed = prompt.form is not None and prompt.form.begins
+        needs, call_end = requires_answer and not is_formed, tuple(encode(END))
+        answers = call_end if len(call_end) == 1 else ()
+        prompt.budget = ThinkingBudget(left, *tags, is_open, blank, requires_answer, needs, answers)
+    if prompt.form is not None and not prompt.form.begins and budget is None:
+        # Calls in a thought keep their grammars, too, where no budget may end it.
+        prompt.thought = "none"
     if media is not None:
         prompt.media, prompt.preparation = media.prompt, media.seconds
     prepared, first_seed = [], params.seed or 0
@@ -344,7 +402,7 @@ async def sequences(
                 ids,
                 choice_params,
                 block_size,
-                must_end=prompt.form is not None,
+                must_end=prompt.form is not None and prompt.form.begins,
                 kind=RemoteSequence,
                 ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),
                 prompt_logprobs=prompt.prompt_logprobs,

@@ -1,6 +1,5 @@
 """/v1/responses: OpenAI's newer interface over the same conversations."""
 
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from dflash_jax.frontend.messages import RAW
 from dflash_jax.server.answer_schema import CompactedResponse, Response, ResponseInputTokens
 from dflash_jax.server.answers import chat_logprobs, request_metrics, usage
 from dflash_jax.server.body import MediaRoute
@@ -28,7 +26,6 @@ from dflash_jax.server.request_context import current, fresh_id
 from dflash_jax.server.responses_input import (
     COMPACTIONS,
     FOUND_TOOLS,
-    INPUT,
     LEFT_OUT,
     TRIGGER,
     InputItem,
@@ -57,7 +54,7 @@ from dflash_jax.server.stored_responses import (
     stored_response,
 )
 from dflash_jax.server.stream import EventStream, JsonAnswer, Later, event_frames
-from dflash_jax.server.tools import START, CallDelta
+from dflash_jax.server.tools import START, CallDelta, input_of
 
 T = TypeVar("T")
 
@@ -510,7 +507,7 @@ class Output(OutputItems):
         item = self.items[-1]
         item["status"] = status
         if kind == "call" and "input" in item:
-            item["input"] = _input_of(text)
+            item["input"] = input_of(text)
             events = [
                 self._event("response.custom_tool_call_input.delta", delta=item["input"]),
                 self._event("response.custom_tool_call_input.done", input=item["input"]),
@@ -529,13 +526,6 @@ class Output(OutputItems):
                 self._event("response.content_part.done", content_index=0, part=part),
             ]
         return [*events, self._item_event("done", item)]
-
-
-def _input_of(arguments: str) -> str:
-    """The text that a custom tool is called with."""
-    value = json.loads(arguments or "{}")
-    text = value.get(INPUT, value.get(RAW)) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 # Fields of a request that its response repeats.

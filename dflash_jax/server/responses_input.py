@@ -20,6 +20,7 @@ from dflash_jax.server.errors import ApiError, TooLongError, from_conversion_err
 from dflash_jax.server.limits import DEFAULT_LIMITS
 from dflash_jax.server.schema_base import Effort, Items, Json, Lenient, Open, Strict, neutral_table
 from dflash_jax.server.serving import Serving
+from dflash_jax.server.tools import INPUT
 
 
 class ResponsesTool(Lenient):
@@ -127,14 +128,15 @@ class ResponsesRequest(schema.SharedFields):
     include: Items[str] | None = None
     context_management: Items[ContextEdit] | None = None
     chat_template_kwargs: Json | None = None
+    require_answer: bool | None = None
 
 
 # Fields with the same name and meaning in a chat request.
-AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+AS_IN_CHAT = (*schema.SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "require_answer")
 
 
-# The argument of a custom tool, and what joins the names of a namespace and of its function.
-INPUT, JOINT = "input", "__"
+# What joins the names of a namespace and of its function.
+JOINT = "__"
 # Tools of OpenAI's servers and of Codex itself, which Codex names in every request.
 HOSTED = ("web_search", "local_shell", "tool_search", "image_generation", "code_interpreter", "file_search", "mcp")
 # What stands for the conversation before it, as the summary that this server has sealed.
@@ -214,18 +216,18 @@ class Tools:
         elif is_new or tool.name not in self._names:
             if tool.type == "custom":
                 self.customs.add(tool.name)
-                self._add(_custom(tool))
+                self._add(_custom(tool, where), "custom")
             else:
                 self._add(tool.model_dump(include={"name", "description", "parameters", "strict"}))
 
-    def _add(self, function: dict) -> None:
+    def _add(self, fields: dict, kind: str = "function") -> None:
         if len(self.functions) == DEFAULT_LIMITS.tools:
             message = (
                 f"more than {DEFAULT_LIMITS.tools} tools, functions of namespaces among them: no more are possible"
             )
             raise ApiError(400, message, "tools")
-        self._names.add(function["name"])
-        self.functions.append({"type": "function", "function": function})
+        self._names.add(fields["name"])
+        self.functions.append({"type": kind, kind: fields})
 
     def _add_namespace(self, namespace: str, tools: Sequence[Json], where: str, is_new: bool) -> None:
         for i, tool in enumerate(tools):
@@ -239,13 +241,20 @@ class Tools:
                 self._add({key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": flat})
 
 
-def _custom(tool: ResponsesTool) -> dict:
-    """A custom tool as a function of one text."""
-    described, form = tool.description or "", tool.format or {}
-    if form.get("type") == "grammar":
-        described += f"\n\nThe {INPUT} has this form ({form.get('syntax')}):\n{form.get('definition')}"
-    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-    return {"name": tool.name, "description": described, "parameters": parameters}
+def _custom(tool: ResponsesTool, where: str) -> dict:
+    """A custom tool of a chat.
+
+    Raises:
+        ApiError: Its name or format is invalid.
+    """
+    fields = tool.model_dump(include={"name", "description", "format"}, exclude_none=True)
+    try:
+        chat_schema.CustomTool.model_validate(fields)
+    except ValidationError as e:
+        first = e.errors()[0]
+        at = ".".join(map(str, (where, *first["loc"])))
+        raise ApiError(400, f"{at} of the tool {(tool.name or '')[:64]!r}: {first['msg']}", at) from None
+    return fields
 
 
 def as_chat_item(item: InputItem, unseal: Callable[[str, Any], str | None] = lambda *_: None) -> InputItem:

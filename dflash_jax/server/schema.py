@@ -86,6 +86,7 @@ class OpenAiSampling(SharedFields):
     guided_grammar: str | None = None
     guided_json: Json | str | None = None
     guided_choice: Items[str] | None = None
+    guided_whitespace_pattern: str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**63 - 1)
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)

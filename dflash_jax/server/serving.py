@@ -82,6 +82,8 @@ class Serving:
         additions: Additions to all answers.
         call_syntax: How the model writes calls, "xml", "json" or "bare" (JSON without tags); None: as its template.
         begins_in_thought: Whether every answer begins in a thought that no tag closes before.
+        json_blanks: Blanks of JSON where a request does not choose them, as of a `Form`.
+        requires_answer: Whether no answer of a chat ends inside its thought, where a request does not choose.
         on_begin, on_end: Observers of all requests, as of `RequestContext`.
         created: When the server started, in seconds since the epoch.
         is_draining: Whether the server shuts down.
@@ -105,6 +107,8 @@ class Serving:
         keep_alive_s: float = 15.0,
         call_syntax: str | None = None,
         begins_in_thought: bool = False,
+        json_blanks: str | None = None,
+        requires_answer: bool = False,
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
         self.response_store = ResponseStore() if response_store is None else response_store
@@ -112,6 +116,7 @@ class Serving:
         self.hello = engine.hello
         self.stream_interval, self.additions = stream_interval, additions or Additions()
         self.keep_alive_s, self.call_syntax, self.begins_in_thought = keep_alive_s, call_syntax, begins_in_thought
+        self.json_blanks, self.requires_answer = json_blanks, requires_answer
         self.on_begin: list[Callable] = []
         self.on_end: list[Callable] = []
         self.created = int(time.time())

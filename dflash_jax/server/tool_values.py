@@ -145,6 +145,40 @@ def _at(root: Any, reference: str) -> Any:
     return found if reference.startswith("#") else None
 
 
+def parameters_of(schema: Any) -> tuple[dict[str, Any], list[str]]:
+    """The properties of an object and the required ones, by its schema, its reference and its intersections.
+
+    Those of the parts of a union are none that is required. Each reference is followed once.
+    """
+    found, required, followed = dict[str, list](), list[str](), set[str]()
+    in_unions = set[str]()
+
+    def collect(part: Any, is_sure: bool, depth: int) -> None:
+        if not isinstance(part, dict) or not depth:
+            return
+        named, needed = part.get("properties"), part.get("required")
+        for name, value in named.items() if isinstance(named, dict) else ():
+            found.setdefault(name, []).append(value)
+            if not is_sure:
+                in_unions.add(name)
+        if is_sure and isinstance(needed, list):
+            required.extend(name for name in needed if isinstance(name, str))
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            collect(_at(schema, reference), is_sure, depth - 1)
+        for kind in ("allOf", "anyOf", "oneOf"):
+            for inner in _schemas(part, kind):
+                collect(inner, is_sure and kind == "allOf", depth - 1)
+
+    collect(schema, True, DEEPEST)
+    properties = {}
+    for name, values in found.items():
+        several = {"anyOf" if name in in_unions else "allOf": values}
+        properties[name] = values[0] if len(values) == 1 else several
+    return properties, required
+
+
 def _type(value: Any) -> str:
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object"}
     return kinds.get(type(value), "array")

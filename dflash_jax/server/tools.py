@@ -32,13 +32,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_jax.frontend.messages import RAW
-from dflash_jax.frontend.reasoning import ReasoningSplitter, partial_marker
+from dflash_jax.frontend.reasoning import partial_marker
 from dflash_jax.json_text import loaded
 from dflash_jax.sampling_params import CLOSE
-from dflash_jax.server.tool_values import Kinds, kinds_of, structure, unquoted, value_of
+from dflash_jax.server.tool_values import Kinds, kinds_of, parameters_of, structure, unquoted, value_of
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER, VALUE_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
+# The parameter of a custom tool.
+INPUT = "input"
 # Begins tags of parameters in values, too.
 OPENING = "<parameter"
 # Begins JSON of Llama 3, and divides its calls.
@@ -47,15 +49,9 @@ PYTHON_TAG, NEXT = "<|python_tag|>", ";"
 LONGEST_NAME = 256
 # Characters that decide whether a call begins.
 LONGEST_OPENING = 2 * LONGEST_NAME
-_NAME, _FUNCTION = re.compile(r"([^<>\n]{1,256})>"), re.compile(r"<function=([^<>\n]{1,256})>")
-_OPEN_NAME = re.compile(r"<function=[^<>\n]{0,256}")
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)', re.S)
-# What may become such a head.
-_OPEN_HEAD = re.compile(
-    r'\{\s*("?\w{0,4}|"name"\s*(:\s*("([^"\\]|\\.)*("\s*(,\s*("?\w{0,10}"?\s*:?\s*)?)?)?)?)?)', re.S
-)
-# Characters of a thought's end that are parsed in one turn.
-LONGEST_END = 20_000
+_NAME = re.compile(r"([^<>\n]{1,256})>")
+# JSON of a call up to its arguments.
+HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)', re.S)
 # A call whose name is not known after this many characters is parsed at its end only.
 LONGEST_HEAD = 4096
 # What may end a value, alone or with the tag that follows it. Models misspell the first one.
@@ -166,24 +162,32 @@ class ToolParser:
         schemas: JSON schema of each tool's parameters.
         is_forced: Whether the text consists of calls only, so that the rest of an incomplete call is not content.
         is_bare: Whether calls are JSON without tags, as of Llama 3.
+        only_at_start: Whether the text has calls only where it begins with one: other texts have a form of their own.
 
     Attributes:
         schemas: JSON schema of each tool's parameters.
         count: Calls so far.
     """
 
-    def __init__(self, schemas: dict[str, dict], is_forced: bool = False, is_bare: bool = False):
+    def __init__(
+        self, schemas: dict[str, dict], is_forced: bool = False, is_bare: bool = False, only_at_start: bool = False
+    ):
         self.schemas, self._is_forced, self._is_bare = schemas, is_forced, is_bare
         self.count = 0
-        self._state, self._buffer, self._has_ended = "start" if is_bare else "content", "", False
+        self._state, self._buffer, self._has_ended = "start" if is_bare or only_at_start else "content", "", False
         # What is content if what follows it turns out to be no call.
         self._raw = ""
         # Whitespace that is content if text follows it, in pieces.
         self._spaces: list[str] = []
         self._has_content = self._is_after_call = False
-        self._name, self._members, self._is_tagged = "", 0, False
+        self._name, self._is_tagged = "", False
+        # Names of the call's arguments so far, and whether the last one was there before.
+        self._keys, self._is_repeated = set[str](), False
         self._span, self._kinds, self._key = _Span(), Kinds(frozenset()), ""
+        # Blanks at the end of the text that are not parsed yet, in pieces.
+        self._blanks: list[str] = []
         self._known_kinds: dict[tuple[str, str], Kinds] = {}
+        self._parameters: dict[str, dict] = {}
         # Of a parameter: whether its text is passed on, and how much of the buffer has no end.
         self._is_passed_on, self._searched = False, 0
         # Tags of parameters that it opens and does not close, in so much of the buffer.
@@ -195,17 +199,25 @@ class ToolParser:
         return self.count > 0 and self._state in ("content", "next", "text")
 
     def push(self, text: str) -> Parsed:
-        """Parses the next text."""
-        self._buffer += text
+        """Parses the next text. Blanks, which decide nothing, wait for what follows them."""
         out = Parsed()
+        if text.isspace():
+            self._blanks.append(text)
+        else:
+            self._parse(out, "".join(self._blanks) + text)
+            self._blanks = []
+        return out
+
+    def _parse(self, out: Parsed, text: str) -> None:
+        self._buffer += text
         while getattr(self, f"_in_{self._state}")(out):
             pass
-        return out
 
     def finish(self, is_cut: bool = False) -> Parsed:
         """Parses the end of the text; ``is_cut``: the text ended early."""
-        self._has_ended = True
         out = self.push("")
+        self._has_ended = True
+        self._parse(out, "")
         if self._state == "head":
             if not (self._is_forced or is_cut):
                 self._add_text(out, self._raw + self._buffer)
@@ -326,21 +338,23 @@ class ToolParser:
         spaces = self._take_spaces()
         out.content += spaces.rstrip("\n") if self._has_content else ""
         out.calls.append(CallDelta(self.count, "", f"call_{secrets.token_hex(12)}", name))
-        self._name, self._members, self._is_after_call = name, 0, False
+        self._name, self._keys, self._is_repeated, self._is_after_call = name, set(), False, False
         self.count += 1
 
     def _add(self, out: Parsed, arguments: str) -> None:
-        if arguments:
+        if arguments and not self._is_repeated:
             out.calls.append(CallDelta(self.count - 1, arguments))
 
     def _member(self, key: str) -> str:
-        """JSON before the value of the next argument."""
-        self._members += 1
-        return f"{'{' if self._members == 1 else ', '}{dumped(key)}: "
+        """JSON before the value of the next argument. Of an argument that is there already, nothing is added."""
+        self._is_repeated = key in self._keys
+        self._keys.add(key)
+        return f"{'{' if len(self._keys) == 1 else ', '}{dumped(key)}: "
 
     def _close(self, out: Parsed) -> None:
         """Ends the arguments."""
-        self._add(out, "}" if self._members else "{}")
+        self._is_repeated = False
+        self._add(out, "}" if self._keys else "{}")
 
     def _in_tail(self, out: Parsed) -> bool:
         """After a call: its closing tag, another call without one of its own, or content."""
@@ -381,7 +395,7 @@ class ToolParser:
             key = _mended(name, self._properties(self._name))
             self._begin_value(out, key, text[text.index(">") + 1 :])
             return True
-        if text.startswith("{") and not self._members:
+        if text.startswith("{") and not self._keys:
             # All arguments as JSON.
             end = self._span.end(text)
             if end is None and not self._has_ended:
@@ -419,8 +433,11 @@ class ToolParser:
 
     def _properties(self, name: str) -> dict:
         """The parameters of a tool; none of an unknown one."""
-        properties = self.schemas.get(name, {}).get("properties")
-        return properties if isinstance(properties, dict) else {}
+        if name not in self.schemas:
+            return {}
+        if name not in self._parameters:
+            self._parameters[name] = parameters_of(self.schemas[name])[0]
+        return self._parameters[name]
 
     def _begin_value(self, out: Parsed, key: str, text: str) -> None:
         if (known := (self._name, key)) not in self._known_kinds:
@@ -524,8 +541,13 @@ class ToolParser:
     # JSON.
 
     def _in_start(self, out: Parsed) -> bool:
-        """The beginning of a text whose calls have no tags."""
+        """The beginning of a text that has calls only where it begins with one."""
         text = self._buffer.lstrip()
+        if not self._is_bare:
+            if START.startswith(text) and text != START and not self._has_ended:
+                return False
+            self._state = "content" if text.startswith(START) else "text"
+            return True
         if text.startswith(PYTHON_TAG):
             text = text[len(PYTHON_TAG) :].lstrip()
         elif PYTHON_TAG.startswith(text) and not self._has_ended:
@@ -546,7 +568,7 @@ class ToolParser:
     def _in_head(self, out: Parsed) -> bool:
         """A JSON object that is a call if it has a name."""
         text = self._buffer
-        match = _HEAD.match(text[:LONGEST_HEAD])
+        match = HEAD.match(text[:LONGEST_HEAD])
         if match and (name := unquoted(match[1])):
             self._begin(out, name)
             self._is_tagged, self._raw = not self._is_bare, ""
@@ -760,65 +782,8 @@ def joined(deltas: Sequence[CallDelta]) -> list[dict]:
     return list(calls.values())
 
 
-class AnswerSplitter(ReasoningSplitter):
-    """Splits an answer with calls: a call of a tool between tags ends a thought, too, and begins the content.
-
-    Args:
-        started: As of `ReasoningSplitter`.
-        tools: The names of the tools.
-    """
-
-    def __init__(self, started: bool, tools: Collection[str]):
-        super().__init__(started)
-        self._tools = tools
-
-    def _end_of_thought(self, text: str) -> tuple[int, int | None]:
-        closed, after = super()._end_of_thought(text)
-        at = text.find(START)
-        while 0 <= at < closed:
-            begins = self._begins_call(text[at + len(START) : at + len(START) + LONGEST_HEAD].lstrip())
-            if begins:
-                return at, at
-            if begins is None and after is None:
-                return at, None
-            at = text.find(START, at + 1)
-        return (min(closed, len(text) - partial_marker(text, START)), None) if after is None else (closed, after)
-
-    def _begins_call(self, body: str) -> bool | None:
-        """Whether a text begins with a call of a tool, after its tag; None where it may."""
-        if match := _HEAD.match(body):
-            return unquoted(match[1]) in self._tools
-        if match := _FUNCTION.match(body):
-            if match[1].strip() not in self._tools:
-                return False
-            rest = body[match.end() :].lstrip()
-            if rest.startswith((PARAMETER, FUNCTION_END)):
-                return True
-            return None if any(tag.startswith(rest) for tag in (PARAMETER, FUNCTION_END)) else False
-        return None if _OPEN_HEAD.fullmatch(body) or FUNCTION.startswith(body) or _OPEN_NAME.fullmatch(body) else False
-
-
-def call_at_end(thought: str, schemas: dict[str, dict]) -> Parsed:
-    """The calls without tags of their own with which a thought ends that no tag has closed; none for other thoughts."""
-    at = thought.find(FUNCTION)
-    parser = ToolParser(schemas)
-    if at < 0 or len(thought) - at > LONGEST_END:
-        return Parsed()
-    parsed, last = parser.push(thought[at:]), parser.finish()
-    return Parsed(calls=[] if (parsed.content + last.content).strip() else parsed.calls + last.calls)
-
-
-class FirstCall:
-    """Ends a text after its first call, as ``ends`` of a `TextSequence`.
-
-    The text ends after a later call where min_tokens prevents it. The arguments are the fields of `protocol.CallEnd`.
-    """
-
-    def __init__(self, is_thinking: bool, is_bare: bool, tools: str, is_forced: bool):
-        schemas = json.loads(tools)
-        self._splitter, self._tools = AnswerSplitter(is_thinking, schemas), ToolParser(schemas, is_forced, is_bare)
-
-    def __call__(self, text: str) -> bool:
-        """Whether the sequence ends after ``text``, the next part of it."""
-        self._tools.push(self._splitter.push(text)[1])
-        return self._tools.is_after_call
+def input_of(arguments: str) -> str:
+    """The text that a custom tool is called with."""
+    value = json.loads(arguments or "{}")
+    text = value.get(INPUT, value.get(RAW)) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments

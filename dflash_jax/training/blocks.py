@@ -4,6 +4,8 @@ Source: arXiv 2602.06036, section 4. Letters beyond `models.layers`: A anchors o
 one document or several; ``starts`` int [B, T] is the index of the first token of each token's document.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -94,8 +96,8 @@ def block_states(drafter: Drafter, features, embedded, anchors, starts=None):
     context = drafter.context_keys_values(features, jnp.arange(t) - starts)
     first = at(starts, anchors)
     positions = (anchors - first)[..., None] + jnp.arange(w)
-    x = embedded
+    x = embedded * jnp.asarray(drafter.config.embedding_scale, embedded.dtype)
     for layer, (keys, values) in zip(drafter.layers, context, strict=True):
-        x = x + _attend(layer, layer.input_norm(x), keys, values, anchors, first, positions)
-        x = x + layer.ffn(layer.post_norm(x).reshape(b, a * w, -1)).reshape(x.shape)
+        attend = partial(_attend, layer, keys=keys, values=values, anchors=anchors, first=first, positions=positions)
+        x = layer.separately(x, attend, lambda h, ffn=layer.ffn: ffn(h.reshape(b, a * w, -1)).reshape(h.shape))
     return drafter.norm(x)

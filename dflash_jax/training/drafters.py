@@ -1,6 +1,7 @@
 """The drafter that is trained: fresh, or from a checkpoint; and its export as a Hugging Face directory."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -112,7 +113,48 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     source = config.draft if config.draft is not None else config.draft_config
     if source is not None:
         check_numbers(config, parsed, source)
+    raw = with_parts(config, raw, parsed)
+    check_trainable(dflash.read_config(raw))
     return raw
+
+
+def with_parts(config: TrainConfig, raw: dict, draft: DraftConfig) -> dict:
+    """A drafter's ``config.json`` with the parts that ``config`` gives it.
+
+    Raises:
+        InputError: It has another selector already.
+    """
+    added: dict = {}
+    if config.convolutions and draft.conv is None:
+        added |= {"conv_kernel_size": config.convolution_taps, "conv_group_size": config.convolution_group}
+    kind = "dflash2" if config.selector else config.markov
+    if kind is not None and draft.selector is None:
+        keys = ("selector_rank", "selector_top_k") if config.selector else ("markov_rank", "dspark_draft_topk")
+        added |= dict(zip(keys, (config.rank, config.candidates), strict=True))
+        if config.markov is not None:
+            added |= {"markov_head_type": config.markov}
+            added |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), config.confidence)
+    elif kind is not None and draft.selector is not None and draft.selector.kind != kind:
+        raise InputError(f"the drafter has a {draft.selector.kind} selector: it cannot get a {kind} one, too")
+    if not added:
+        return raw
+    architecture = "DSparkDraftModel" if config.markov is not None else "DFlash2DraftModel"
+    return raw | {"architectures": [architecture], "dflash_config": raw.get("dflash_config", {}) | added}
+
+
+def check_trainable(draft: DraftConfig) -> None:
+    """Checks that a drafter is of a form that is trained here.
+
+    Raises:
+        InputError: It runs here, and is not trained.
+    """
+    forms = {
+        "draft_vocab_size": draft.draft_vocab_size is not None,
+        "sample_from_anchor": draft.is_shifted,
+        "markov_head_type rnn": draft.selector is not None and draft.selector.kind == "rnn",
+    }
+    if found := [name for name, is_there in forms.items() if is_there]:
+        raise InputError(f"the drafter has {found[0]}: drafters of this form are run here, and not trained")
 
 
 def mtp_block_size(config: TrainConfig) -> int:
@@ -170,11 +212,27 @@ def starting_drafter(config: TrainConfig, raw: dict, target: Decoder, directory:
     if config.mtp and config.draft is None:
         return fresh_head(config, families.read_drafter(raw), target)
     if config.draft is not None:
-        return load_drafter(resolve(config.draft, config.draft_revision, config.download_dir))
+        given = load_drafter(resolve(config.draft, config.draft_revision, config.download_dir))
+        assert isinstance(given, Drafter)
+        if given.config.own_mask:
+            raise InputError("the drafter has a learned mask embedding: it is run here, and not trained")
+        return with_fresh_parts(given, dflash.read_config(raw), config.seed)
     drafter = Drafter(dflash.read_config(raw), rngs=nnx.Rngs(config.seed))
     if config.start_layers:
         copy_layers(drafter, target, config.start_layers)
     return drafter
+
+
+def with_fresh_parts(given: Drafter, draft: DraftConfig, seed: int) -> Drafter:
+    """The drafter ``given`` with the parts that ``draft`` has beyond it, which change nothing yet."""
+    parts = {name: getattr(draft, name) for name in ("conv", "selector", "confidence")}
+    if all(getattr(given.config, name) == part for name, part in parts.items()):
+        return given
+    drafter = Drafter(replace(given.config, **parts), rngs=nnx.Rngs(seed))
+    arrays = dict(zip(parameter_paths(given), jax.tree.leaves(given), strict=True))
+    leaves, structure = jax.tree.flatten(drafter)
+    paths = zip(parameter_paths(drafter), leaves, strict=True)
+    return jax.tree.unflatten(structure, [arrays.get(path, leaf) for path, leaf in paths])
 
 
 def fresh_head(config: TrainConfig, draft: DraftConfig | MtpConfig, target: Decoder) -> Mtp:

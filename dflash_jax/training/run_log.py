@@ -70,7 +70,8 @@ def step_metrics(sums: Sums) -> dict[str, float]:
 
     Returns:
         ``loss``; ``right``, the correct tokens of a block, its first token included; ``anchors``, blocks of the
-        step; ``slot_1``, ``slot_2``, …, accuracy by slot.
+        step; ``slot_1``, ``slot_2``, …, accuracy by slot. With a selector, ``right`` is of its chain, and ``unary`` of
+        the logits alone; ``recall_1``, …, are the shares of labels among the candidates.
     """
     seen = np.maximum(np.asarray(sums.seen), 1)
     metrics = {
@@ -78,6 +79,10 @@ def step_metrics(sums: Sums) -> dict[str, float]:
         "right": 1 + float(sums.accepted) / max(float(sums.anchors), 1),
         "anchors": float(sums.anchors),
     }
+    if sums.recalled is not None and sums.path_accepted is not None:
+        metrics["unary"] = metrics["right"]
+        metrics["right"] = 1 + float(sums.path_accepted) / max(float(sums.anchors), 1)
+        metrics |= {f"recall_{k}": round(float(v), 5) for k, v in enumerate(np.asarray(sums.recalled) / seen, 1)}
     return metrics | {f"slot_{k}": round(float(v), 5) for k, v in enumerate(np.asarray(sums.right) / seen, 1)}
 
 

@@ -26,7 +26,7 @@ from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.ops.backend import XLA
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, Layout, parameter_paths, parameter_specs
 from dflash_jax.training.blocks import at, block_states, sample_anchors
-from dflash_jax.training.losses import Head, Loss, Sums, block_loss
+from dflash_jax.training.losses import Choice, Head, Loss, Sums, block_loss
 from dflash_jax.training.recurrence import can_begin, step_states
 
 ROWS = PartitionSpec(DATA)
@@ -112,7 +112,10 @@ def batch_sums(
     # A block ends at the first slot that is not learned: decoding never reaches slots after it.
     learned = jnp.cumprod(learned, axis=-1, dtype=jnp.int32) > 0
     teacher = at(batch.hidden, places - 1) if recipe.loss.needs_teacher else None
-    return block_loss(recipe.loss, head, states, at(tokens, places), learned, teacher, teacher_head)
+    choice = None
+    if isinstance(drafter, Drafter) and drafter.config.selector is not None:
+        choice = Choice(drafter, at(tokens, places - 1))
+    return block_loss(recipe.loss, head, states, at(tokens, places), learned, teacher, teacher_head, choice)
 
 
 def spread(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> PartitionSpec:
@@ -248,6 +251,8 @@ class Trainer:
             embed = low.embed[...].__getitem__
         if isinstance(config, DraftConfig) and config.own_head:
             head = Head.over(self.backend, low.head[...], self.vocabulary)
+        if isinstance(low, Drafter):
+            head = replace(head, scaled=low.scaled)
         return batch_sums(low, embed, head, batch, key, self.recipe, teacher_head)
 
     def gradients(self, drafter: Drafter | Mtp, leaves, batches: Batch, key) -> tuple:
@@ -274,8 +279,8 @@ class Trainer:
 
         count = batches.tokens.shape[0]
         k = self.recipe.slots - 1
-        nothing = Sums(*(jnp.zeros(s) for s in ((), (), (k,), (k,), (), ())))
-        total = jax.tree.map(jnp.zeros_like, drafter), nothing
+        has_selector = isinstance(self.config, DraftConfig) and self.config.selector is not None
+        total = jax.tree.map(jnp.zeros_like, drafter), Sums.nothing(k, has_selector)
         if count == 1:
             (grads, sums), _ = add(total, (jax.tree.map(lambda x: x[0], batches), 0))
         else:

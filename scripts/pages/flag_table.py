@@ -65,7 +65,9 @@ def options() -> list[str]:
 def with_an_effect() -> list[str]:
     lines = ["", "## Flags with an effect", "", "| flag | option here |", "| --- | --- |"]
     for alias in aliases_of(ServeOptions):
-        value = "" if alias.const is None else f" {str(alias.const).lower()}"
+        value = (
+            "" if alias.const is None else f" {repr(alias.const) if alias.const == '' else str(alias.const).lower()}"
+        )
         here = alias.means or f"{OPTIONS[alias.option].flag}{value}"
         lines.append(f"| {', '.join(map(code, alias.flags))} | {here} |")
     return lines

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, errors
 
+from dflash_jax import LLM
+from dflash_jax.checkpoint.config_files import CONFIGS, published_drafter, read_toml_file
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import TINY
 
 
 def failing(error: Exception):
@@ -48,3 +51,32 @@ def test_a_path_is_never_taken_for_a_repo(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"^run/draft does not exist$"):
         resolve(Path("run") / "draft")
+
+
+def test_a_target_finds_its_published_drafter(monkeypatch, caplog):
+    """The bundled pair in place of the published one."""
+    asked = []
+
+    def snapshot_download(name, **options):
+        asked.append(name)
+        if "DFlash" in name and is_gone:
+            raise ConnectionError("reason")
+        return str(TINY / ("draft" if "DFlash" in name else "target"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    is_gone = False
+    llm = LLM("qwen/qwen3.8-27b")
+    assert llm.drafter is not None
+    assert asked == ["qwen/qwen3.8-27b", "z-lab/Qwen3.8-27B-DFlash2"]
+    assert LLM("Qwen/Qwen3.8-27B", None).drafter is None
+    is_gone = True
+    assert LLM("Qwen/Qwen3.8-27B").drafter is None
+    assert "has the drafter z-lab/Qwen3.8-27B-DFlash2, which cannot be had, so decoding is plain" in caplog.text
+    assert published_drafter("Qwen/Unknown") is None
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_names_a_pair(path):
+    system = read_toml_file(path)
+    assert published_drafter(system["target"]) == system["draft"]

@@ -35,6 +35,8 @@ DRAFTERS = {
     "Qwen3.6-35B-A3B-DFlash": 385_906_176,
     "Qwen3.6-35B-A3B-DFlash-8-layer": 473_995_264,
     "Qwen3.6-27B-DFlash": 1_730_213_120,
+    # By hand: Qwen3.6-27B-DFlash's, 65,740,800 of the convolutions and 128,450,560 of the selector.
+    "Qwen3.8-27B-DFlash2": 1_924_404_480,
     "Qwen3.5-27B-DFlash": 2_128_682_496,
     "Qwen3-Coder-Next-DFlash": 473_995_264,
     "Qwen3-8B-DFlash-b16": 1_048_626_432,
@@ -88,13 +90,14 @@ def test_drafter_counts_and_fit(name):
     assert parameters == (DRAFTERS[name] or parameters)
     sliding = [kind == "sliding_attention" for kind in published["layer_types"]]
     assert [s.window for s in config.layers] == [published["sliding_window"] if x else None for x in sliding]
-    assert [s.causal for s in config.layers] == sliding
+    assert [s.causal for s in config.layers] == [published.get("is_causal", slides) for slides in sliding]
     assert config.target_layer_ids == tuple(published["dflash_config"]["target_layer_ids"])
     assert config.mask_token_id == published["dflash_config"]["mask_token_id"]
     for spec in config.layers:
         assert (spec.attention.num_heads, spec.attention.head_dim) == (32, 128)
-        assert spec.attention.rope.theta == published["rope_theta"]
-        assert (spec.attention.rope.scaling is not None) == (published["rope_scaling"] is not None)
+        rope = published.get("rope_parameters", published)
+        assert spec.attention.rope.theta == rope["rope_theta"]
+        assert (spec.attention.rope.scaling is not None) == (published.get("rope_scaling") is not None)
     raw = read(name.partition("-DFlash")[0])
     config.check_fits(families.target_family(raw).read_config(raw))
 

@@ -35,7 +35,7 @@ REQUESTS = (
     ("/v1/completions", {"prompt": "x", "frobnicate": 1}),
 )
 QUANTIZED = ("awq", "gptq", "modelopt", "compressed-tensors", "bitsandbytes", "mxfp4")
-OTHER_DRAFTERS = ("dflash2", "lilicorr", "dspark", "xpress", "domino")
+OTHER_DRAFTERS = ("lilicorr", "xpress", "domino")
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -98,6 +98,43 @@ def test_a_thought_that_ends_by_itself_is_left_alone():
     assert allowed(masks.masks([])[0]) == {7}
 
 
+BLANK, CALL_END = 3, 8
+
+
+@settings(max_examples=200)
+@given(
+    st.booleans(),
+    st.booleans(),
+    st.none() | st.integers(0, 4),
+    st.lists(st.sampled_from([*STOPS, *OPEN, *CLOSE, BLANK, CALL_END, 9]), max_size=8),
+)
+def test_a_text_that_needs_an_answer_does_not_end_before_it(is_open, needs_answer, budget, text):
+    """A thought, its tags and blanks are none; the end of a call in a thought is one."""
+    given = ThinkingBudget(budget, OPEN, CLOSE, is_open, (BLANK,), True, needs_answer, (CALL_END,))
+    masks, thought, is_answered = TokenRules(Rules(stop_ids=STOPS, budget=given), VOCAB), is_open, False
+    is_first, rest = not is_open, None if budget is None else budget
+    for token in text:
+        may = allowed(masks.masks([])[0])
+        is_forced = thought and rest == 0
+        can_end = is_answered or not (thought or needs_answer)
+        assert bool(may & set(STOPS)) == (can_end and not is_forced)
+        assert may - set(STOPS) == (set(CLOSE) if is_forced else set(range(VOCAB)) - set(STOPS))
+        token = CLOSE[0] if is_forced else token
+        if thought:
+            is_answered |= token == CALL_END
+            rest = rest and rest - 1
+            thought = token not in CLOSE
+        elif is_first and token in OPEN:
+            thought = True
+        else:
+            # What follows the beginning may be a closing tag, which is none.
+            is_answered |= token != BLANK and (is_first or token not in CLOSE)
+            is_first &= token == BLANK
+        is_first &= not thought
+        masks.take([token])
+    assert not masks.is_over or (not thought and (is_answered or not needs_answer))
+
+
 def test_a_text_that_does_not_begin_with_a_thought_has_none():
     masks = TokenRules(Rules(budget=ThinkingBudget(0, (5, 4), CLOSE, False)), VOCAB)
     masks.take([5])

@@ -1,5 +1,7 @@
 """Messages of OpenAI's API as templates read them."""
 
+from pathlib import Path
+
 import pytest
 
 from dflash_jax.errors import InputError
@@ -58,6 +60,7 @@ def test_results_are_in_the_order_of_their_calls():
     assert template_messages([calls, result("z"), result("a")]) == [calls, result("z"), result("a")]
 
 
+ROOT = Path(__file__).parents[2]
 # Templates of Qwen's kind: what they refuse.
 STRICT = """{%- for message in messages %}
 {%- if message.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}
@@ -89,6 +92,25 @@ def test_late_system_messages_are_turns_in_their_places(tokenizer):
     reminder = f"{start}user\n<system-reminder>\ne\n</system-reminder>{end}"
     assert text == rendered(tokenizer, *before, ask=False) + f"{reminder}{start}user\nf{end}{start}assistant\n"
     assert text.startswith(f"{start}system\na\n\nb{end}")
+
+
+def test_a_late_system_message_in_a_loop_of_calls_leaves_the_thoughts_before_it(tokenizer):
+    template = (ROOT / "scripts/clients/template.jinja").read_text()
+    before = [{"role": "user", "content": "Fix it."}]
+    for name in "ab":
+        said = {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": f"Thought {name}.",
+            "tool_calls": [call({}) | {"id": name}],
+        }
+        before += [said, result(name)]
+        short = tokenizer.render_chat(before, chat_template=template, ask=False)
+        before.append({"role": "system", "content": f"Late {name}."})
+        text = tokenizer.render_chat(before, chat_template=template)
+        assert text.startswith(short.removesuffix("\n</tool_response><|im_end|>\n"))
+        assert f"\n{name}\n\n<system-reminder>\nLate {name}.\n</system-reminder>\n</tool_response><|im_end|>" in text
+    assert text.count("Thought") == 2
 
 
 def test_a_template_that_takes_a_conversation_gets_it_as_it_is(tokenizer):

@@ -142,7 +142,7 @@ def test_tables_go_through_orbax_and_export(own, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["d2t", "t2d", "markov_head.markov_w1.weight"])
-def test_tensors_of_a_reduced_vocabulary_and_of_other_methods_are_refused(name, tmp_path):
+def test_tensors_that_the_config_does_not_name_are_refused(name, tmp_path):
     with pytest.raises(InputError, match=f"unexpected '{name}'"):
         load_drafter(with_tables(tmp_path / "draft", **{name: np.zeros(8, np.float32)}))
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.decoding.sampling import draw
+from dflash_jax.decoding.sampling import best_candidates, draw
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, SamplingState, sampling_mode
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
@@ -23,6 +23,7 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.slots import Slots
 from dflash_jax.frontend.compare import divergence
+from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import together
@@ -87,9 +88,11 @@ def family(request):
     """(target, programs on one device, layout, target on it, its programs), compiled once."""
     name, layout = request.param
     target = random_decoder(family_config(name))
-    # The first case's has tables of its own.
-    own = dict.fromkeys(("own_embedding", "own_head"), name == "qwen3_5_moe" and layout == DIVIDED[0])
-    drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB, **own))
+    config = replace(tiny_draft_config(target.config), vocab_size=VOCAB)
+    if layout == DIVIDED[0]:
+        # The first case's has tables of its own, and is DFlash2.
+        config = replace(config, own_embedding=True, own_head=True, conv=ConvSpec(2, 4), selector=SelectorSpec(5, 6))
+    drafter = random_drafter(config)
     cut = on(layout, target, abstract_decoder)
     return target, Executables(target, drafter), layout, cut, Executables(cut, on(layout, drafter, abstract_drafter))
 
@@ -133,6 +136,40 @@ def test_what_one_device_knows_of_a_row_all_branch_on():
     expected = np.array(logits.argmax(-1))
     expected[2] = 3
     np.testing.assert_array_equal(tokens, expected)
+
+
+def test_draws_from_some_tokens_and_best_candidates_are_those_of_one_device():
+    """Penalties and bias of tokens lie in parts of the vocabulary, and logits of some tokens are whole everywhere."""
+    layout, rng = Layout(data=2, tensor=4), np.random.default_rng(0)
+    cut, alone = layout.wide(VOCAB), SamplingState.greedy(4, VOCAB)
+    alone = replace(
+        alone,
+        temperature=jnp.array([0.0, 0.9, 0.7, 0.0]),
+        repetition=jnp.array([1.0, 1.3, 1.0, 1.5]),
+        presence=jnp.array([0.0, 0.4, 0.0, 0.8]),
+        seed=jnp.arange(4, dtype=jnp.uint32),
+        logit_bias=jnp.asarray(rng.normal(0, 2, (4, VOCAB)) * (rng.random((4, VOCAB)) < 0.3), jnp.float32),
+        output_counts=jnp.asarray(rng.integers(0, 2, (4, VOCAB)), jnp.int32),
+    )
+    ids = jnp.arange(1, VOCAB, 3)
+    logits, positions = jnp.asarray(rng.standard_normal((4, 3, VOCAB)), jnp.float32), jnp.arange(12).reshape(4, 3)
+    wide = {f: spec("data", cut) for f in ("logit_bias", "prompt_counts", "output_counts")}
+    divided = replace(alone, vocab=cut)
+    specs = replace(jax.tree.map(lambda _: spec("data"), divided), **wide)
+    in_specs = spec("data", None, cut), spec("data"), specs, spec("data")
+
+    def all_of(logits, some, rows, positions):
+        mode = sampling_mode(rows)
+        part = best_candidates(some, rows, positions, mode, 4, ids)
+        whole = best_candidates(logits, rows, positions, mode, 4)
+        drawn = draw(some, rows, positions, mode, ids=ids)[0]
+        return drawn, part.tokens, part.scores, whole.tokens, whole.scores
+
+    expected = jax.jit(all_of)(logits, logits[..., ids], alone, positions)
+    mapped = jax.shard_map(all_of, mesh=layout.mesh(), in_specs=in_specs, out_specs=spec("data"), check_vma=False)
+    found = jax.jit(mapped)(logits, logits[..., ids], divided, positions)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,28 @@ WRONG = [
     (["--ssl-cert-reqs", "3"], "--ssl-cert-reqs: invalid choice"),
     (["--exit-on-failure", "--restart-on-failure"], "give one of them"),
     (["--slots", "999"], "--slots 999: it must be 1 to 256"),
+    (["--json-whitespace", "["], r"--json-whitespace: '\[' is no regular expression"),
+    (["--structured-outputs-config", '{"reasoning_parser": "x"}'], "reasoning_parser is 'x': use --reasoning-parser"),
+    (["--structured-outputs-config", '{"grammar": 1}'], "'grammar' is not known"),
+    (["--structured-outputs-config", '{"disable_any_whitespace": 1}'], "disable_any_whitespace is 1: it must be true"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("words", "blanks"),
+    [
+        ([], None),
+        (["--json-whitespace", ""], ""),
+        (["--constrained-json-whitespace-pattern", "[ ]?"], "[ ]?"),
+        (["--constrained-json-disable-any-whitespace"], ""),
+        (["--guided-decoding-disable-any-whitespace"], ""),
+        (["--structured-outputs-config", '{"backend": "auto"}'], None),
+        (["--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}'], ""),
+        (["--structured-outputs-config.disable_any_whitespace", "True"], ""),
+    ],
+)
+def test_blanks_of_json_by_the_names_of_other_servers(words, blanks):
+    assert parse(words)[0].json_whitespace == blanks
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda v: v[0] if isinstance(v, list) else "")

@@ -1,4 +1,4 @@
-"""The DFlash drafter restated in NumPy, one row at a time, from its description alone (arXiv 2602.06036).
+"""DFlash (arXiv 2602.06036) and DFlash2 restated in NumPy, one row at a time, from their descriptions alone.
 
 It reads the raw ``config.json`` and the tensors under their names on disk, keeps no cache and shares no code.
 """
@@ -70,6 +70,90 @@ def sees(query, key, start, window, causal, draft_window, sinks):
     return window is None or abs(query - key) < window
 
 
+def option(raw, key, default=None):
+    """A key of the config, of ``dflash_config`` first."""
+    value = raw["dflash_config"].get(key)
+    value = raw.get(key) if value is None else value
+    return default if value is None else value
+
+
+def convolution(raw, w, at, normed):
+    """The two maps (before, after) of a sublayer of DFlash2, each [W, H] → [W, H]; the identity without them."""
+    taps, group = option(raw, "conv_kernel_size"), option(raw, "conv_group_size")
+    if not taps:
+        return lambda v: v, lambda v: v
+    width, hidden = normed.shape
+    own = (normed @ w[at + "kernel_projection.weight"].T).reshape(width, 2, taps, hidden // group)
+
+    def side(s):
+        def mapped(v):
+            out = np.zeros_like(v)
+            for place in range(width):
+                for tap in range(min(taps, place + 1)):
+                    for channel in range(hidden):
+                        factor = w[at + "base_kernel"][s, tap, channel] + own[place, s, tap, channel // group]
+                        out[place, channel] += factor * v[place - tap, channel]
+            return out
+
+        return mapped
+
+    return side(0), side(1)
+
+
+def logits(raw, hidden, head):
+    """The drafter's logits [W, V] of hidden states [W, H]."""
+    out = hidden @ head.T * option(raw, "output_multiplier", 1.0)
+    cap = option(raw, "final_logit_softcapping", 0.0)
+    return cap * np.tanh(out / cap) if cap else out
+
+
+def chain(raw, tensors, hidden, last, scores, scale=1.0, dtype=np.float64):
+    """Drafted tokens, one after another, and how much each led the next best.
+
+    hidden [L, H]: final states of the places of the drafts; scores [L, V]: what each token has there alone; a pair's
+    score counts ``scale`` times.
+    """
+    w = {name: np.asarray(value, dtype) for name, value in tensors.items()}
+    tokens, leads = [], []
+    rank, kind = option(raw, "markov_rank"), option(raw, "markov_head_type")
+    state = np.zeros(rank or 0)
+    for place, row in enumerate(scores):
+        previous, candidates, total = tokens[-1] if tokens else last, np.arange(len(row)), row
+        if top := option(raw, "selector_top_k") or (rank and option(raw, "dspark_draft_topk", 16)):
+            candidates = np.argsort(-row, kind="stable")[:top]
+        if option(raw, "selector_top_k"):
+            gate = w["candidate_selector.hidden_projection.weight"] @ hidden[place]
+            before = gate * w["candidate_selector.predecessor_codebook"][previous]
+            total = row[candidates] + scale * w["candidate_selector.successor_codebook"][candidates] @ before
+        elif rank:
+            before = w["markov_head.markov_w1.weight"][previous]
+            if kind == "gated":
+                read = np.concatenate([hidden[place], before])
+                gate = w["markov_head.gate_proj.weight"] @ read + w["markov_head.gate_proj.bias"]
+                before = before / (1 + np.exp(-gate))
+            elif kind == "rnn":
+                read = np.concatenate([state, before, hidden[place]])
+                mixed = w["markov_head.joint_proj.weight"] @ read + w["markov_head.joint_proj.bias"]
+                keep = 1 / (1 + np.exp(-mixed[:rank]))
+                state = keep * state + (1 - keep) * np.tanh(mixed[rank : 2 * rank])
+                before = np.tanh(mixed[2 * rank :])
+            total = row[candidates] + scale * w["markov_head.markov_w2.weight"][candidates] @ before
+        best = np.sort(total)
+        tokens.append(int(candidates[total.argmax()]))
+        leads.append(best[-1] - best[-2])
+    return tokens, leads
+
+
+def confidence(raw, tensors, hidden, last, tokens):
+    """The probability of each drafted token as DSpark's head says it."""
+    w = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
+    read = hidden
+    if option(raw, "confidence_head_with_markov"):
+        read = np.concatenate([hidden, w["markov_head.markov_w1.weight"][[last, *tokens[:-1]]]], axis=1)
+    logit = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
+    return 1 / (1 + np.exp(-logit))
+
+
 def drafter(raw, tensors, features, block, draft_window=None, sinks=0, dtype=np.float64):
     """Hidden states [B, H], after the final norm, of one block.
 
@@ -83,13 +167,15 @@ def drafter(raw, tensors, features, block, draft_window=None, sinks=0, dtype=np.
     frequencies, factor = rope_frequencies(raw, head_dim)
     start, width = len(features), len(block)
     positions = np.arange(start + width)
-    x = np.asarray(block, dtype)
+    x = np.asarray(block, dtype) * option(raw, "input_embedding_scale", 1.0)
     context = np.asarray(features, dtype).reshape(start, w["fc.weight"].shape[1]) @ w["fc.weight"].T
     context = rms_norm(context, w["hidden_norm.weight"], eps)
     for layer in range(raw["num_hidden_layers"]):
         at = f"layers.{layer}."
         window, causal = layer_rule(raw, layer)
         normed = rms_norm(x, w[at + "input_layernorm.weight"], eps)
+        before, after = convolution(raw, w, f"{at}attention_conv.", normed)
+        normed = before(normed)
         everything = np.concatenate([context, normed])
         q = (normed @ w[at + "self_attn.q_proj.weight"].T).reshape(width, heads, head_dim)
         k = (everything @ w[at + "self_attn.k_proj.weight"].T).reshape(-1, kv_heads, head_dim)
@@ -105,9 +191,11 @@ def drafter(raw, tensors, features, block, draft_window=None, sinks=0, dtype=np.
             score = np.where(mask, q[:, head] @ k[:, mine].T / math.sqrt(head_dim), -np.inf)
             weight = np.exp(score - score.max(-1, keepdims=True))
             mixed[:, head] = weight / weight.sum(-1, keepdims=True) @ v[:, mine]
-        x = x + mixed.reshape(width, -1) @ w[at + "self_attn.o_proj.weight"].T
+        x = x + after(mixed.reshape(width, -1) @ w[at + "self_attn.o_proj.weight"].T)
         normed = rms_norm(x, w[at + "post_attention_layernorm.weight"], eps)
+        before, after = convolution(raw, w, f"{at}mlp_conv.", normed)
+        normed = before(normed)
         gate = normed @ w[at + "mlp.gate_proj.weight"].T
         up = normed @ w[at + "mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[at + "mlp.down_proj.weight"].T
+        x = x + after((gate / (1 + np.exp(-gate)) * up) @ w[at + "mlp.down_proj.weight"].T)
     return rms_norm(x, w["norm.weight"], eps)

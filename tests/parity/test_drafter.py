@@ -1,6 +1,7 @@
 """The drafter against its restatement in `dflash_reference`, and every published config read and counted."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -162,9 +163,17 @@ def random_tensors(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
                 "mlp.down_proj": (h, f),
             }.items()
         }
+        if taps := dflash_reference.option(raw, "conv_kernel_size"):
+            for side in ("attention_conv", "mlp_conv"):
+                shapes[f"layers.{i}.{side}.base_kernel"] = (2, taps, h)
+                rows = 2 * taps * h // dflash_reference.option(raw, "conv_group_size")
+                shapes[f"layers.{i}.{side}.kernel_projection.weight"] = (rows, h)
+    if rank := dflash_reference.option(raw, "selector_rank"):
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, h)
+        shapes |= {f"candidate_selector.{side}_codebook": (VOCAB, rank) for side in ("predecessor", "successor")}
     tensors = {name: draw(rng, name, shape, shape[-1]) for name, shape in shapes.items()}
-    # Attention that picks, so that a wrong mask or position shows.
-    return {name: 1.6 * w if "q_norm" in name or "k_norm" in name else w for name, w in tensors.items()}
+    # Attention that picks and pairs that count, so that a wrong mask, position or predecessor shows.
+    return {name: 1.6 * w if re.search("q_norm|k_norm|codebook", name) else w for name, w in tensors.items()}
 
 
 def saved(raw: dict, path: Path, seed: int = 0, more: dict | None = None):
@@ -356,7 +365,8 @@ def test_propose_takes_the_tokens_of_the_reference(own, tied, tmp_path):
     borrowed = TargetHeads(
         lambda tokens: jnp.asarray(table)[tokens],
         lambda hidden: hidden @ head.T,
-        lambda scores, positions: scores.argmax(-1) + 1000 * positions,
+        lambda scores, positions, ids: scores.argmax(-1) + 1000 * positions,
+        lambda *_: None,
     )
     run = jax.jit(lambda *args: drafter.propose(*args, SLOTS, borrowed, window).tokens)
     got = np.asarray(run(cache, jnp.asarray(last), jnp.asarray(LENGTHS), jnp.asarray(WIDTHS)))
@@ -407,16 +417,22 @@ def test_options_of_others_that_are_off():
         ({"dflash_config": {"mask_token_id": None}}, "mask_token_id"),
         ({"block_size": None}, "block_size"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"dflash_config": {"selector_rank": 256}}, r"this is a DFlash2 drafter \(selector_rank\)"),
-        ({"architectures": ["DFlash2DraftModel"]}, r"this is a DFlash2 drafter \(DFlash2DraftModel\)"),
+        ({"dflash_config": {"selector_rank": 256}}, "selector_top_k is missing: it comes with selector_rank"),
+        ({"conv_group_size": 4}, "conv_kernel_size is missing: it comes with conv_group_size"),
+        ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size is 5: it must divide hidden_size, 24"),
+        ({"dflash_config": {"selector_rank": 8, "selector_top_k": 1000}}, "selector_top_k is 1000"),
+        ({"dflash_config": {"selector_vocab_size": 9}}, "selector_vocab_size"),
         ({"dflash_config": {"lilicorr_enabled": True}}, "LiLiCorr"),
         ({"dflash_config": {"lilicorr_new": 3}}, "LiLiCorr"),
-        ({"architectures": ["DSparkDraftModel"]}, "DSpark"),
-        ({"markov_rank": 256}, "DSpark"),
-        ({"dflash_config": {"sample_from_anchor": True}}, "DSpark"),
+        ({"architectures": ["Qwen3MoeDSparkModel"]}, "Qwen3MoeDSparkModel"),
+        ({"markov_rank": 256, "selector_rank": 8, "selector_top_k": 4}, "a drafter has one of them"),
+        (
+            {"dflash_config": {"projector_type": "domino"}},
+            "projector_type is 'domino': the kinds known here are dflash,",
+        ),
         ({"architectures": ["XPressDraftModel"]}, "XPress"),
         ({"dflash_config": {"xpress_rank": 256}}, "XPress"),
-        ({"dflash_config": {"projector_type": "domino", "shift_label": True}}, r"Domino .*projector_type, shift_label"),
+        ({"dflash_config": {"projector_type": "domino", "shift_label": True}}, r"Domino .*shift_label"),
         ({"architectures": ["Eagle3DraftModel"]}, "Eagle3DraftModel.*DFlashDraftModel"),
         ({"dflash_config": {"tree_mode": None, "depth": 2}}, r"'depth', 'tree_mode': known are .*causal_head"),
         ({"head_type": "causal"}, "head_type.*causal_head"),

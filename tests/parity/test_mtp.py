@@ -100,7 +100,7 @@ def steps(target, mtp, cache, last, start, drafts):
         seen.append(logits)
         return drafts[:, len(seen) - 1 : len(seen)]
 
-    heads = TargetHeads(target.embed_tokens, target.logits, draw)
+    heads = TargetHeads(target.embed_tokens, target.logits, draw, lambda *_: None)
     mtp.propose(cache, last, start, jnp.full_like(last, STEPS + 1), STEPS + 1, heads)
     return jnp.concatenate(seen, 1)
 

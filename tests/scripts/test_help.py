@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Modules that are in scripts/ and are no scripts: one is a hook of mkdocs, two are collected by pytest.
+# Modules that are in scripts/ and are no scripts: one is a hook of mkdocs, two are collected by pytest, three run in
+# environments of clients.
 NO_SCRIPTS = {"pages/site.py", "others/others_kits.py", "others/others_plugin.py"}
+NO_SCRIPTS |= {f"clients/sessions/{name}.py" for name in ("file_tools", "openai_agents_loop", "pydantic_ai_loop")}
 HIDE_EXTRAS = """
 import contextlib, importlib.metadata, io, json, runpy, sys
 from importlib.machinery import PathFinder

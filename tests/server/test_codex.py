@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
+from dflash_jax.server.chat_schema import Tool
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.request_context import current
 from dflash_jax.server.responses_input import SUMMARY, InputItem, ResponsesTool, Tools, as_chat_item, as_messages
@@ -128,10 +129,10 @@ def test_an_input_that_says_nothing_is_refused_by_name(quiet, item):
 
 def test_tools_are_functions_by_flat_names():
     tools = Tools.of([ResponsesTool(**tool) for tool in TOOLS])
-    names = [tool["function"]["name"] for tool in tools.functions]
+    names = [tool[tool["type"]]["name"] for tool in tools.functions]
     assert names == ["exec_command", "apply_patch", "mcp__docs__search"]
     assert (tools.customs, tools.namespaces) == ({"apply_patch"}, {"mcp__docs__search": ("mcp__docs", "search")})
-    assert "start: /.+/" in tools.functions[1]["function"]["description"]
+    assert "start: /.+/" in Tool(**tools.functions[1]).function.description
 
 
 @pytest.mark.parametrize(

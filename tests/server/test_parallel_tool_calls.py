@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_jax.server.tools import FirstCall
+from dflash_jax.server.answer_splitter import FirstCall
 from tests.server.conftest import MESSAGES, OFF, TOOL
 
 # What a model that calls twice writes, with text around.

@@ -22,6 +22,8 @@ THOUGHTS = {
     "a </think> b </think> c": (True, "a", "b </think> c"),
     "</think>\n\nAt once.": (True, "", "At once."),
     "<thin": (False, "", "<thin"),
+    " \n</think>\n\nx </think>": (False, "", "x </think>"),
+    "</thinker>": (False, "", "</thinker>"),
     "": (True, "", ""),
 }
 CUTS = st.lists(st.integers(0, 200), max_size=12)

@@ -121,3 +121,111 @@ def test_whitespace_of_json_is_bounded(quiet, llm, form):
     assert re.search(r"\s{32}", texts[0])
     if form["json_schema"] is CITY:
         assert set(json.loads(texts[0])) == {"name", "population"}
+
+
+FIELDS = [
+    ({"structured_outputs": {"json": CITY, "disable_any_whitespace": True}}, ""),
+    ({"structured_outputs": {"json": CITY, "whitespace_pattern": "", "disable_additional_properties": False}}, ""),
+    ({"guided_json": CITY, "guided_whitespace_pattern": "[ ]{0,2}"}, " "),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}}, ""),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": CITY}}], "tool_choice": "required"}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "blanks"), FIELDS)
+def test_blanks_of_json_are_those_that_the_request_or_the_server_asks_for(quiet, llm, monkeypatch, fields, blanks):
+    biases = {str(ids[0]): 40 for ids in map(llm.encode, (" ", "\n", "\t")) if len(ids) == 1}
+    body = {"temperature": 0, "max_tokens": 300, "logit_bias": biases, "chat_template_kwargs": OFF} | fields
+    if blanks is None:
+        monkeypatch.setattr(quiet.serving, "json_blanks", "")
+        monkeypatch.setattr(quiet.serving, "call_syntax", "json")
+    message = quiet.chat(**body)["choices"][0]["message"]
+    text = message["content"] or message["tool_calls"][0]["function"]["arguments"]
+    found = set("".join(re.findall(r"\s+", re.sub(r'"(\\.|[^"\\])*"?', "", text))))
+    # A member of arguments is read on its own.
+    assert found <= set(" " if blanks is None else blanks)
+    assert blanks != " " or found
+
+
+def test_wrong_fields_of_blanks_are_named(quiet):
+    for name, value in (("whitespace_pattern", 1), ("whitespace_pattern", "x" * 2000), ("disable_any_whitespace", "x")):
+        wrong = {"structured_outputs": {"json": CITY, name: value}}
+        found = quiet.post("/v1/chat/completions", messages=MESSAGES, **wrong)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, f"structured_outputs.{name}")
+
+
+@pytest.mark.parametrize("syntax", ["xml", "json"])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_text_with_a_form_and_tools_is_a_call_or_has_the_form(quiet, llm, monkeypatch, thinking, syntax):
+    """As the model likes: other servers let no tool be called beside a form."""
+    monkeypatch.setattr(quiet.serving, "call_syntax", syntax)
+    (start,), (close,) = map(llm.tokenizer.encode_plain, ("<tool_call>", "</think>"))
+    value = "<tool_call><function=read_file><parameter=path>x"
+    schema = {"type": "object", "properties": {"<tool_call>": {"const": value}}, "required": ["<tool_call>"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"tools": [TOOL], "tool_choice": "auto", "response_format": form, "temperature": 0.9, "seed": 1}
+    body |= {"max_tokens": 300, "chat_template_kwargs": {"enable_thinking": thinking}, "thinking_token_budget": 5}
+    for bias, more in ((99, {}), (99, {"parallel_tool_calls": False}), (-99, {"parallel_tool_calls": False})):
+        found = []
+        for width in (1, 8):
+            # In the thought, no call begins.
+            biased = {"logit_bias": {str(start): bias, str(close): 0}} if not thinking or bias < 0 else {}
+            choice = quiet.chat(**body, **more, **biased, block_size=width)["choices"][0]
+            found.append({**choice["message"], "tool_calls": choice["message"].get("tool_calls"), "id": None})
+            calls = choice["message"].get("tool_calls") or []
+            if biased:
+                assert bool(calls) == (bias > 0)
+            if calls and choice["finish_reason"] != "length":
+                assert all(json.loads(call["function"]["arguments"])["path"] is not None for call in calls)
+                assert not (choice["message"]["content"] or "").strip()
+                assert len(calls) == 1 or not more
+            elif not calls:
+                assert json.loads(choice["message"]["content"]) == {"<tool_call>": value}
+        contents = [(each["content"], [c["function"] for c in each["tool_calls"] or ()]) for each in found]
+        assert contents[0] == contents[1]
+
+
+def test_choices_of_one_request_have_their_own_calls(quiet):
+    """They are those of requests with successive seeds, whole and streamed."""
+    body = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "temperature": 0.9, "max_tokens": 200}
+    body |= {"chat_template_kwargs": OFF}
+    single = [quiet.post("/v1/chat/completions", **body, seed=4 + i).json()["choices"][0] for i in range(3)]
+    several = quiet.post("/v1/chat/completions", **body, seed=4, n=3).json()["choices"]
+    right = [[call["function"] for call in choice["message"]["tool_calls"]] for choice in single]
+    assert [[call["function"] for call in choice["message"]["tool_calls"]] for choice in several] == right
+    assert len({json.dumps(calls) for calls in right}) > 1
+    streamed = [{} for _ in range(3)]
+    request = body | {"seed": 4, "n": 3, "stream": True}
+    with quiet.http.stream("POST", "/v1/chat/completions", json=request) as answer:
+        for line in answer.iter_lines():
+            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                for call in choice["delta"].get("tool_calls") or ():
+                    known = streamed[choice["index"]].setdefault(call["index"], {"name": "", "arguments": ""})
+                    known["name"] = call["function"].get("name") or known["name"]
+                    known["arguments"] += call["function"].get("arguments") or ""
+    assert [[*calls.values()] for calls in streamed] == right
+
+
+ADDED = ["<think>", "<think>a</think>b", "</think> x <tool_call>", "a <tool_call>\n<function", "a<|im_end|>b"]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("text", ADDED)
+def test_a_form_with_the_text_of_an_added_token_gives_that_text(quiet, text, thinking):
+    """It neither begins nor ends a thought, nor a call, after a thought or without one, with drafts or without."""
+    body = {"temperature": 0.8, "seed": 3, "max_tokens": 400, "chat_template_kwargs": {"enable_thinking": thinking}}
+    quoted, tools = json.dumps(text), {"tools": [TOOL], "tool_choice": "auto"}
+    for form, right in (
+        ({"guided_choice": [text]}, text),
+        ({"guided_json": {"const": text}, "thinking_token_budget": 4}, quoted),
+        ({"grammar": f"start: {quoted}", **tools}, text),
+    ):
+        for width in (1, 8):
+            choice = quiet.chat(**body, **form, block_size=width)["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (right, "stop")
+            assert bool(choice["message"]["reasoning_content"]) is thinking
+            with quiet.http.stream(
+                "POST", "/v1/chat/completions", json=body | form | {"messages": MESSAGES, "stream": True}
+            ) as answer:
+                chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+            assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == right

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dflash_jax.frontend.reasoning import open_thought
-from dflash_jax.server import chat
+from dflash_jax.server import chat, prepare
 from tests.server.both_ways import BOTH, same_with_drafts
 
 
@@ -127,3 +127,52 @@ def test_the_budget_of_messages(quiet, llm, params):
         found = quiet.post("/v1/messages", **body, thinking=thinking, block_size=width).json()["content"]
         assert [block.get("thinking") for block in found] == [right["reasoning_content"], None]
         assert found[1]["text"] == right["content"]
+
+
+@BOTH
+@pytest.mark.parametrize("budget", [None, 6])
+@pytest.mark.parametrize("more", [{}, {"regex": "[ab]{3}"}, {"stop_token_ids": [9, 11]}, {"ignore_eos": True}])
+def test_a_text_that_needs_an_answer_ends_neither_in_its_thought_nor_before_it(quiet, llm, params, budget, more):
+    """The model would end at once, with drafts and without."""
+    (close,), stops = llm.tokenizer.encode_plain("</think>"), more.get("stop_token_ids", [])
+    stops = stops if more.get("ignore_eos") else [*llm.defaults.stop_ids, *stops]
+    bias = {str(token): 100 for token in stops}
+    body = {"max_tokens": 60, "return_token_ids": True, "logit_bias": bias, **params, **more}
+    bare = quiet.chat(**body)["choices"][0]
+    if stops:
+        assert (bare["message"]["content"], len(bare["token_ids"])) == ("", 1)
+    body |= {"require_answer": True, "thinking_token_budget": budget}
+    found = [quiet.chat(**body, block_size=n)["choices"][0] for n in (1, 8)]
+    assert found[0] == found[1]
+    ids = found[0]["token_ids"]
+    assert not set(ids[:-1]) & set(stops)
+    if stops and budget is not None:
+        assert found[0]["finish_reason"] == "stop"
+        assert close in ids
+        assert found[0]["message"]["content"].strip()
+    elif not stops and budget is None:
+        assert ids == bare["token_ids"]
+
+
+@pytest.mark.parametrize("asked", ["field", "server"])
+def test_every_interface_takes_the_need_of_an_answer(quiet, llm, asked, monkeypatch):
+    """The model would end after a blank line, in its thought."""
+    bias = {str(token): 100 for token in llm.defaults.stop_ids}
+    fields = {"require_answer": True} if asked == "field" else {}
+    monkeypatch.setattr(quiet.serving, "requires_answer", asked == "server")
+    body = {"messages": [{"role": "user", "content": "hi"}], "thinking_token_budget": 3, "logit_bias": bias}
+    chat = quiet.post("/v1/chat/completions", **body, **fields).json()["choices"][0]
+    assert chat["message"]["content"]
+    seen, original = [], prepare.sequences
+
+    async def sequences(*args, **options):
+        seen.append(options["requires_answer"])
+        return await original(*args, **options)
+
+    monkeypatch.setattr(prepare, "sequences", sequences)
+    assert quiet.post("/v1/responses", input="hi", max_output_tokens=1, **fields).status_code == 200
+    assert quiet.post("/v1/messages", messages=body["messages"], max_tokens=1, **fields).status_code == 200
+    assert seen == [True, True]
+    if asked == "server":
+        unasked = quiet.post("/v1/chat/completions", **body, require_answer=False).json()["choices"][0]
+        assert unasked["message"]["content"] == ""

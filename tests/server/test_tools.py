@@ -3,22 +3,23 @@
 import json
 import random
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.frontend.reasoning import ReasoningSplitter
+from dflash_jax.server.answer_splitter import AnswerSplitter, call_at_end
 from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import dumped
-from dflash_jax.server.grammar_source import sources
+from dflash_jax.server.grammar_source import Notation, sources
 from dflash_jax.server.messages import _object
-from dflash_jax.server.tool_values import MOST_VALUES, Kinds, kinds_of, structure, value_of
+from dflash_jax.server.tool_values import MOST_VALUES, Kinds, kinds_of, parameters_of, structure, value_of
 from dflash_jax.server.tools import (
     FUNCTION_END,
     LONGEST_HEAD,
-    AnswerSplitter,
     ToolParser,
-    call_at_end,
     joined,
 )
 from tests.server.conftest import strict
@@ -143,7 +144,7 @@ CASES = {
     # A thought that a call has ended is not closed again.
     tagged(name="g") + "\n</think>\n\nDone.": ("Done.", [("g", "{}")]),
     # The last of several values counts.
-    tagged(X, ("x", 2)): ("", [("f", '{"x": 1, "x": 2}')]),
+    tagged(X, ("x", 2)): ("", [("f", '{"x": 1}')]),
     # JSON.
     as_json('{"x": 1, "s": "a</tool_call>}{"}'): ("", [("f", '{"x": 1, "s": "a</tool_call>}{"}')]),
     "Well.\n" + as_json("{}") + "\n" + as_json('{"y": [1]}').replace('"f"', '"g"'): (
@@ -228,6 +229,12 @@ PARTS = (
 )
 
 
+def single(members: list[tuple[str, object]]) -> dict:
+    names = [name for name, _ in members]
+    assert len(names) == len(set(names)), names
+    return dict(members)
+
+
 def check_divisions(count: int, seed: int) -> None:
     """The sum of a stream is the whole answer, and arguments are JSON, for random texts of tags and values."""
     rng, calls = random.Random(seed), 0
@@ -235,14 +242,71 @@ def check_divisions(count: int, seed: int) -> None:
         text = "".join(rng.choice(PARTS) for _ in range(rng.randint(1, 16)))
         around = rng.choice(["{}", "{}", tagged(("s", "{}")), as_json("{{{}}}"), "<tool_call>\n<function=f>\n{}"])
         text = around.replace("{{", "{").replace("}}", "}").replace("{}", text) if "{}" in around else text
-        options = {name: rng.random() < 0.2 for name in ("is_cut", "is_bare", "is_forced")}
+        options = {name: rng.random() < 0.2 for name in ("is_cut", "is_bare", "is_forced", "only_at_start")}
         whole = parsed(text, **options)
         cuts = range(len(text)) if rng.random() < 0.3 else [rng.randint(0, len(text)) for _ in range(rng.randint(1, 8))]
         assert parsed(text, cuts, **options) == whole, (text, list(cuts), options)
         for _, arguments in whole[1]:
             strict(arguments)
+            json.loads(arguments, object_pairs_hook=single)
         calls += len(whole[1])
     assert calls > count / 4
+
+
+TWICE = [
+    (tagged(("x", 1), ("s", "a"), ("x", 2), ("s", "b"), ("x", 3)), '{"x": 1, "s": "a"}'),
+    (tagged(("s", "a"), ("s", "b <parameter=x>")), '{"s": "a"}'),
+    (as_json('{"x": 1, "s": "a", "x": 2, "o": {}, "s": "b"'), '{"x": 1, "s": "a", "o": {}}'),
+    ("<tool_call>\n<function=f>\n<parameter=s>\na\n</parameter>\n<parameter=s>\nb", '{"s": "a"}'),
+]
+
+
+@pytest.mark.parametrize(("text", "right"), TWICE)
+def test_an_argument_that_comes_twice_is_the_first(text, right):
+    """A stream has passed it on."""
+    assert parsed(text) == parsed(text, range(len(text))) == ("", [("f", right)])
+
+
+ROOTS = [
+    {"$ref": "#/$defs/Root", "$defs": {"Root": {"type": "object", "properties": {"n": {"type": "integer"}}}}},
+    {"allOf": [{"properties": {"n": {"type": "integer"}}}, {"properties": {"k": {"type": "boolean"}}}]},
+    {"anyOf": [{"properties": {"n": {"type": "integer"}}}, {"properties": {"n": {"type": "null"}}}]},
+    {"allOf": [{"$ref": "#"}, {"$ref": "#/$defs/A"}], "$defs": {"A": {"properties": {"n": {"type": "integer"}}}}},
+]
+
+
+@pytest.mark.parametrize("schema", ROOTS)
+def test_parameters_have_the_types_of_their_roots_reference_and_parts(schema):
+    assert parsed(tagged(("n", 7)), schemas={"f": schema}) == ("", [("f", '{"n": 7}')])
+    notation = Notation(lambda text: [json.dumps(text)], str)
+    tool = {"name": "f", "parameters": schema}
+    (grammar, _), *_ = sources("calls", {"tools": [tool], "most": 1, "syntax": "xml"}, notation)
+    assert "<parameter=n>" in json.loads(grammar)["grammars"][0]["lark_grammar"]
+
+
+def test_required_parameters_are_those_of_what_is_sure():
+    union = {"anyOf": [{"properties": {"a": {}}, "required": ["a"]}]}
+    both = {"allOf": [{"properties": {"b": {}}, "required": ["b"]}, union], "required": ["c"]}
+    assert parameters_of(both) == ({"b": {}, "a": {}}, ["c", "b"])
+    doubling = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 8} for i in range(30)}
+    assert parameters_of({"$ref": "#/$defs/d0", "$defs": doubling}) == ({}, [])
+
+
+BLANKS = ["<tool_call>", "<tool_call>\n<function=f>", "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>", ""]
+BLANKS += [tagged(("x", 1)), '<tool_call>\n{"name": "f", "arguments": {', "a", "<function=f>"]
+
+
+@pytest.mark.parametrize("opening", BLANKS)
+def test_blanks_cost_as_much_as_they_are_long(opening):
+    """A stream of a hundred thousand pieces, before the thought, in it and in what follows it."""
+    for make in (lambda: ToolParser(SCHEMAS), lambda: AnswerSplitter(True, SCHEMAS), lambda: ReasoningSplitter(False)):
+        parser, began = make(), time.process_time()
+        parser.push(opening)
+        for _ in range(100_000):
+            parser.push("\n")
+        parser.push("x")
+        parser.finish()
+        assert time.process_time() - began < 2
 
 
 def test_a_stream_adds_up_to_the_whole_answer():
@@ -394,9 +458,10 @@ def test_literals_that_are_none_are_text(text):
 def test_the_grammar_of_calls_reads_a_schema_as_the_parser_does(schema):
     """Where any text is a value, the grammar lets any text in; where some values are, only these."""
     tool = {"name": "f", "parameters": ROOT | {"type": "object", "properties": {"p": schema}, "required": ["p"]}}
-    options = {"most": 1, "start": '"<tool_call>"', "end": '"</tool_call>"', "syntax": "xml"}
-    (grammar, _), *_ = sources("calls", {"tools": [tool]} | options, lambda text: [text])
-    (rule,) = re.findall(r"^call_0_0(?:\[.*\])?: (.*)$", grammar, re.M)
+    notation = Notation(lambda text: [json.dumps(text)], str)
+    (grammar, _), *_ = sources("calls", {"tools": [tool], "most": 1, "syntax": "xml"}, notation)
+    main = json.loads(grammar)["grammars"][0]["lark_grammar"]
+    (rule,) = re.findall(r"^call_0_0(?:\[.*\])?: (.*)$", main, re.M)
     kinds = kinds_of(schema, ROOT)
     assert ("(?s:.*)" in rule) == kinds.has_text
     assert ("call_0_0_json" in rule) == (not kinds.has_text and bool(kinds.types))

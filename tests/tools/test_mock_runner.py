@@ -12,11 +12,18 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up_tasks import AllAllowed
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.sampling_params import SamplingParams
-from tools.mock_runner import PERIOD, FakeClock, MockRunner
+from tools.mock_runner import PERIOD, FakeClock, MockRunner, Scripts
 
 STREAMS, NEW = 8, 203
 ROUNDS = Dispatch((0, 1), (8, 8), 3, Speculation(8), 2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(TINY / "target")
 
 
 def request(seed: int, new: int = NEW, **options) -> Request:
@@ -145,3 +152,36 @@ def test_tokens_reach_a_stream_whole():
     events = asyncio.run(stream())
     assert [token for event in events for token in event.tokens] == e.runner.text(5, 0, NEW)
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+
+
+def test_a_script_says_its_turns_one_after_the_other(tokenizer):
+    turns = ["A.\n</think>\n\n<tool_call>1</tool_call>", "B.\n</think>\n\nThoughts: {thoughts}."]
+    scripts, ask = Scripts(tokenizer, {"Session: x.": turns}), "<|im_start|>assistant\n<think>\n"
+    first = "<|im_start|>assistant\n<|im_end|>\n<tools>\n<|im_start|>user\nSession: x.<|im_end|>\n"
+    said = f"{first}{ask}{turns[0]}<|im_end|>\n"
+
+    def answered(prompt: str) -> str:
+        return tokenizer.decode(scripts.answer(tokenizer.encode(prompt)), skip_special_tokens=False)
+
+    assert answered(first + ask) == f"{turns[0]}<|im_end|>"
+    assert answered(said + ask) == "B.\n</think>\n\nThoughts: 1.<|im_end|>"
+    assert "no turn 4" in answered(f"{said}{said}{ask}")
+    # Without a thought.
+    assert answered(f"{said}{ask}\n</think>\n\n") == "Thoughts: 1.<|im_end|>"
+    # A summary, with tools or without, tells how many turns there were.
+    asked = f"{said}<|im_start|>user\nA summary, please.<|im_end|>\n{ask}"
+    summary = answered(said.replace("<tools>", "") + ask)
+    assert summary == answered(asked) == "Well.\n</think>\n\nSession: x. Turns: 1.<|im_end|>"
+    user = f"<tools>\n<|im_start|>user\nThe summary: {summary.partition('</think>')[2]}\n"
+    assert answered(user + ask).startswith("B.")
+    assert "no script" in answered(ask)
+
+
+def test_a_device_says_a_text_of_its_own_and_ends_with_it():
+    device = runner(answer=lambda prompt: list(range(2, 9)))
+    for slot in ROUNDS.slots:
+        device.admit(slot, request(slot, 5 if slot else NEW))
+    outcome = device.read(device.decode(ROUNDS), False)
+    assert outcome.tokens == [[2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 6]]
+    assert outcome.done == [True, True]
+    assert device.following(device.rows[0], 2) == [8, 8]

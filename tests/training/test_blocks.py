@@ -10,6 +10,7 @@ import pytest
 from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.models.config import ConvSpec
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafting import ContextTokens
 from dflash_jax.ops.backend import XLA
@@ -35,11 +36,13 @@ def pair(request):
     config = tiny_draft_config(target.config, windows=(9, None))
     if request.param == "causal":
         config = replace(config, layers=tuple(replace(spec, causal=not spec.causal) for spec in config.layers))
+    if request.param == "convolutions":
+        config = replace(config, conv=ConvSpec(3, 4), embedding_scale=1.5)
     return target, random_drafter(config)
 
 
 # What a block sees; the losses are made of its states, whatever these are.
-with_every_mask = pytest.mark.parametrize("pair", ["sliding and full", "causal"], indirect=True)
+with_every_mask = pytest.mark.parametrize("pair", ["sliding and full", "causal", "convolutions"], indirect=True)
 
 
 @pytest.fixture(scope="module")

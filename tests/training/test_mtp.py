@@ -53,7 +53,7 @@ def first_draft_logits(target, head, tokens, start):
         seen.append(logits[0, 0])
         return jnp.zeros(logits.shape[:2], jnp.int32)
 
-    heads = TargetHeads(target.embed_tokens, target.logits, draw)
+    heads = TargetHeads(target.embed_tokens, target.logits, draw, lambda *_: None)
     cache, last = one_pass(target, head, tokens, start), jnp.take_along_axis(tokens, start[:, None], 1)[:, 0]
     head.propose(cache, last, start, jnp.full_like(start, 2), 2, heads)
     return seen[0]

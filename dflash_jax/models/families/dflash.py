@@ -1,12 +1,15 @@
-"""DFlash drafters: every published layout of their ``config.json``, and their weight names."""
+"""DFlash, DFlash2 and DSpark drafters: their ``config.json`` and weight names, in every published layout."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeGuard
+from typing import Literal, TypeGuard
+
+import numpy as np
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.config import AttentionSpec, DraftConfig, DraftLayerSpec
+from dflash_jax.models.config import AttentionSpec, ConvSpec, DraftConfig, DraftLayerSpec, SelectorSpec
+from dflash_jax.models.families.draft_layouts import as_published, is_speculators
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.reading import (
     LIMITS,
@@ -19,33 +22,47 @@ from dflash_jax.models.families.reading import (
 )
 from dflash_jax.models.families.tables import attention_entries, mlp_entries
 
-# Classes with DFlash's tensors and mathematics: z-lab's, NeMo Automodel's and vLLM's.
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashQwen3ForCausalLM")
+# Candidates of a place where a DSpark drafter does not say how many.
+DRAFT_TOP_K = 16
+# Classes with DFlash's tensors and mathematics (z-lab's, NeMo Automodel's, vLLM's and speculators'), and those of
+# DFlash2 and DSpark, which have more.
+ARCHITECTURES = (
+    *("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashQwen3ForCausalLM", "DFlashSpeculator"),
+    *("DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"),
+)
+# The tensor of a learned embedding of the mask token.
+MASK = "mask_embedding"
+# Names of two tensors of DFlash in Muse's drafters.
+ALIASES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+# The tensor of a reduced head's tokens: token j is j + d2t[j]. Its counterpart follows from it.
+TOKENS, DERIVED = "d2t", "t2d"
+MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."
 # Tensors of an embedding and a head of the drafter's own.
 EMBEDDINGS, HEAD = ("embed_tokens.weight", "model.embed_tokens.weight"), "lm_head.weight"
 # Keys of ``dflash_config`` that are supported. JetSpec's drafters differ from DFlash's in ``causal_head`` only.
 KEYS = (
     *("block_size", "mask_token_id", "num_target_layers", "target_layer_ids", "target_hidden_size"),
     *("is_causal", "causal", "causal_head", "use_swa", "swa_window_size"),
+    # DFlash2's.
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
+    # DSpark's.
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("sample_from_anchor", "dspark_draft_topk", "draft_vocab_size"),
+    # Names of what the other keys say, training and Muse's.
+    *("projector_type", "num_anchors", "use_aux_hidden_state", "logit_scale"),
 )
+PROJECTORS = (None, "dflash", "dflash2", "dspark")
 # Other block drafters, which are refused by name: the prefix of their architectures, and the keys that only they
 # have. A key that is null, false or 0 has no effect.
 OTHERS = {
-    "DFlash2": (
-        *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "selector_vocab_size"),
-        *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
-    ),
     "LiLiCorr": (
         *("lilicorr_enabled", "lilicorr_candidate_topk", "lilicorr_hidden_size", "lilicorr_num_layers"),
         *("lilicorr_num_heads", "lilicorr_mlp_ratio", "lilicorr_factor_dim", "lilicorr_vector_eps"),
         "lilicorr_logit_scale",
     ),
-    "DSpark": (
-        *("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"),
-        "dspark_draft_topk",
-    ),
     "XPress": ("xpress_rank", "xpress_topk", "xpress_passes"),
-    "Domino": ("projector_type", "shift_label", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"),
+    "Domino": ("shift_label", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"),
 }
 
 
@@ -56,11 +73,12 @@ def architectures(raw: dict) -> list[str]:
 
 def is_drafter(raw: dict) -> bool:
     """Whether a config is a block drafter's, including the kinds that `read_config` refuses."""
-    return "dflash_config" in raw or any(a in ARCHITECTURES or a.endswith("DraftModel") for a in architectures(raw))
+    named = any(a in ARCHITECTURES or a.endswith("DraftModel") for a in architectures(raw))
+    return "dflash_config" in raw or is_speculators(raw) or named
 
 
 def check_method(raw: dict, section: dict) -> None:
-    """Checks that a drafter is DFlash and has only known options.
+    """Checks that a drafter is of a known kind and has only known options.
 
     Args:
         raw: The config.
@@ -75,7 +93,11 @@ def check_method(raw: dict, section: dict) -> None:
         evidence = [a for a in named if a.lower().startswith(method.lower())]
         evidence += sorted(k for k in options if k in keys or k.startswith(f"{method.lower()}_"))
         if evidence:
-            raise InputError(f"this is a {method} drafter ({', '.join(evidence)}): only DFlash is known here")
+            known = "only DFlash, DFlash2 and DSpark are known here"
+            raise InputError(f"this is a {method} drafter ({', '.join(evidence)}): {known}")
+    if (projector := section.get("projector_type")) not in PROJECTORS:
+        known = ", ".join(map(str, PROJECTORS[1:]))
+        raise InputError(f"projector_type is {shown(projector)}: the kinds known here are {known}")
     if named:
         raise InputError(f"architectures is {shown(named)}: the drafters known here are {', '.join(ARCHITECTURES)}")
     if raw.get("head_type") not in (None, "auto"):
@@ -155,6 +177,58 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     return [(window if slides else None, slides if causal is None else causal) for slides in sliding]
 
 
+def read_conv(merged: Raw, hidden: int) -> ConvSpec | None:
+    """The convolutions of DFlash2; None without them.
+
+    Raises:
+        InputError: One of the two keys is missing, or the group does not divide the hidden size.
+    """
+    taps, group = _both(merged, "conv_kernel_size", "conv_group_size")
+    if taps is None or group is None:
+        return None
+    if hidden % group:
+        raise InputError(f"conv_group_size is {group}: it must divide hidden_size, {hidden}")
+    return ConvSpec(taps, group)
+
+
+def read_selector(merged: Raw) -> SelectorSpec | None:
+    """The selector of DFlash2, or the Markov head of DSpark; None without either.
+
+    Raises:
+        InputError: A key that comes with another is missing, or both are there.
+    """
+    rank, top_k = _both(merged, "selector_rank", "selector_top_k")
+    markov_rank = merged.integer("markov_rank", 0, minimum=0)
+    kind = merged.get("markov_head_type", "vanilla")
+    drafted = merged.integer("dspark_draft_topk", DRAFT_TOP_K)
+    if not markov_rank:
+        return None if rank is None or top_k is None else SelectorSpec(rank, top_k)
+    if rank is not None:
+        raise InputError(f"markov_rank is {markov_rank} and selector_rank {rank}: a drafter has one of them")
+    if kind not in ("vanilla", "gated", "rnn"):
+        raise InputError(f"markov_head_type is {shown(kind)}: it must be vanilla, gated or rnn")
+    return SelectorSpec(markov_rank, drafted, kind)
+
+
+def read_confidence(merged: Raw, selector: SelectorSpec | None) -> Literal["state", "state and token"] | None:
+    """What the head for the drafts' probabilities reads; None without one."""
+    with_token = merged.flag("confidence_head_with_markov")
+    if not merged.flag("enable_confidence_head"):
+        return None
+    if with_token and selector is None:
+        raise InputError("confidence_head_with_markov is True: the drafter has no Markov head, whose rows it reads")
+    return "state and token" if with_token else "state"
+
+
+def _both(merged: Raw, *keys: str) -> list[int | None]:
+    """The values of keys that come together, or None for each."""
+    values = [merged.integer(key, None) for key in keys]
+    missing = [key for key, value in zip(keys, values, strict=True) if value is None]
+    if missing and len(missing) < len(keys):
+        raise InputError(f"{missing[0]} is missing: it comes with {next(key for key in keys if key not in missing)}")
+    return values
+
+
 def equal_rates(acceptance_length: float, block_size: int) -> tuple[float, ...]:
     """`DraftConfig.acceptance_rates` r, r², … with which rounds yield ``acceptance_length`` tokens on average."""
     low, high = 0.0, 1.0
@@ -192,8 +266,9 @@ def read_config(raw: dict) -> DraftConfig:
     """Reads a drafter's ``config.json``. Keys inside ``dflash_config`` override those at top level.
 
     Raises:
-        InputError: The drafter is not DFlash, or a value is invalid.
+        InputError: The drafter is of a kind that is not known here, or a value is invalid.
     """
+    raw = as_published(raw)
     section = Raw(raw).section("dflash_config")
     check_method(raw, section)
     merged = Raw({**raw, **{k: v for k, v in section.items() if v is not None}})
@@ -205,10 +280,16 @@ def read_config(raw: dict) -> DraftConfig:
     target_size = merged.integer("target_hidden_size", hidden)
     if target_size != hidden:
         raise InputError(f"target_hidden_size is {target_size}: it must be the drafter's hidden_size, {hidden}")
-    block_size = merged.need("block_size")
+    # DSpark's block size counts the drafts; ours has the last known token, too.
+    is_shifted = merged.flag("sample_from_anchor")
+    block_size = merged.need("block_size") + is_shifted
+    vocab, selector = merged.need("vocab_size"), read_selector(merged)
+    drafted = merged.integer("draft_vocab_size", vocab)
+    if drafted > vocab:
+        raise InputError(f"draft_vocab_size is {drafted}: vocab_size is {vocab}")
     config = DraftConfig(
         hidden_size=hidden,
-        vocab_size=merged.need("vocab_size"),
+        vocab_size=vocab,
         layers=tuple(
             DraftLayerSpec(attention, merged.need("intermediate_size"), window, causal)
             for window, causal in read_layers(merged, depth)
@@ -216,48 +297,130 @@ def read_config(raw: dict) -> DraftConfig:
         block_size=block_size,
         mask_token_id=merged.need("mask_token_id", minimum=0),
         target_layer_ids=read_taps(merged, depth),
-        num_target_layers=merged.need("num_target_layers"),
+        num_target_layers=merged.integer("num_target_layers", None),
         norm_eps=merged.norm_eps,
         max_positions=read_positions(merged, rope),
+        conv=read_conv(merged, hidden),
+        draft_vocab_size=None if drafted == vocab else drafted,
+        is_shifted=is_shifted,
+        selector=selector,
+        confidence=read_confidence(merged, selector),
+        output_multiplier=merged.number("output_multiplier", merged.number("logit_scale", 1.0, -1e6, 1e6), -1e6, 1e6),
+        logit_cap=merged.number("final_logit_softcapping", 0.0, 0.0, 1e6),
+        embedding_scale=merged.number("input_embedding_scale", 1.0, -1e6, 1e6),
         acceptance_rates=recorded_acceptance(raw, block_size),
     )
     # Checked above: the keys of other methods are off.
     for key in ("dflash_config", "head_type", *(key for keys in OTHERS.values() for key in keys)):
         merged.allow(key)
     merged.allow("use_qk_norm", True)
-    merged.allow("draft_vocab_size", config.vocab_size)
-    merged.allow("tie_word_embeddings")
+    merged.allow("use_aux_hidden_state", True)
+    for key in ("tie_word_embeddings", "projector_type", "num_anchors"):
+        merged.allow(key)
     merged.refuse_unread()
     return config
 
 
 def with_tables(config: DraftConfig, raw: dict, names: Collection[str]) -> DraftConfig:
-    """``config`` with the embedding and the head that the tensors ``names`` of its checkpoint are.
+    """``config`` with the embedding, the head and the mask's embedding that are among a checkpoint's tensors ``names``.
 
     A head that is tied to an embedding of the drafter's own is that table.
+
+    Raises:
+        InputError: The tensors of a reduced vocabulary are missing.
     """
     embedding = any(name in names for name in EMBEDDINGS)
     head = HEAD in names or (embedding and Raw(raw).flag("tie_word_embeddings"))
-    return replace(config, own_embedding=embedding, own_head=head)
+    if config.draft_vocab_size is not None and (missing := [name for name in (TOKENS, HEAD) if name not in names]):
+        right = f"draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size} tokens"
+        raise InputError(f"the drafter has no tensor {missing[0]}: {right}")
+    return replace(config, own_embedding=embedding, own_head=head, own_mask=MASK in names)
 
 
 def weight_names(config: DraftConfig, names: Collection[str] = ()) -> list[Entry]:
     """The table of a drafter's parameters for a checkpoint with the tensors ``names`` (default: as it is written)."""
     hidden, taps = config.hidden_size, len(config.target_layer_ids)
     table, embedding = (config.vocab_size, hidden), next((n for n in EMBEDDINGS if n in names), EMBEDDINGS[0])
+    drafted = config.draft_vocab_size or config.vocab_size
+    fc, norm = (ALIASES[name] if ALIASES[name] in names else name for name in ALIASES)
     entries = [
-        Entry("fc", (hidden, taps, hidden), (Tensor("fc.weight", (hidden, taps * hidden)),)),
-        same("hidden_norm.weight", (hidden,), "hidden_norm.weight"),
+        Entry("fc", (hidden, taps, hidden), (Tensor(fc, (hidden, taps * hidden)),)),
+        same("hidden_norm.weight", (hidden,), norm),
         same("norm.weight", (hidden,), "norm.weight"),
     ]
+    if config.draft_vocab_size is not None:
+        entries.append(Entry("head_ids", (drafted,), (Tensor(TOKENS, (drafted,)),), _tokens, _offsets, True))
+    if config.own_mask:
+        entries.append(same("mask", (hidden,), MASK))
     if config.own_embedding:
         entries.append(same("embed", table, embedding))
     if config.own_head:
-        entries.append(same("head", table, HEAD if HEAD in names or not names else embedding))
+        entries.append(same("head", (drafted, hidden), HEAD if HEAD in names or not names else embedding))
     for i, spec in enumerate(config.layers):
         at = f"layers.{i}."
         entries.append(same(f"{at}input_norm.weight", (hidden,), f"{at}input_layernorm.weight"))
         entries.append(same(f"{at}post_norm.weight", (hidden,), f"{at}post_attention_layernorm.weight"))
         entries += attention_entries(f"{at}mixer.", f"{at}self_attn.", spec.attention, hidden)
         entries += mlp_entries(f"{at}ffn.", f"{at}mlp.", spec.intermediate_size, hidden)
+        if config.conv is not None:
+            taps, group = config.conv.taps, config.conv.group
+            for side in ("attention_conv", "mlp_conv"):
+                shape, disk = (2, taps, hidden // group, hidden), (2 * taps * hidden // group, hidden)
+                entries.append(same(f"{at}{side}.base", (2, taps, hidden), f"{at}{side}.base_kernel"))
+                entries.append(same(f"{at}{side}.projection", shape, f"{at}{side}.kernel_projection.weight", disk))
+    if config.selector is not None:
+        entries += _selector_entries(config, config.selector, drafted, names)
+    if config.confidence is not None:
+        inputs = hidden + (config.selector.rank if config.selector and config.confidence != "state" else 0)
+        entries.append(same("confidence", (1, inputs), f"{CONFIDENCE}weight"))
+        entries.append(same("confidence_bias", (1,), f"{CONFIDENCE}bias"))
     return entries
+
+
+def _selector_entries(config: DraftConfig, spec: SelectorSpec, drafted: int, names: Collection[str]) -> list[Entry]:
+    """The entries of `Selector`."""
+    shape, before, after = spec.gate_shape(config.hidden_size), (config.vocab_size, spec.rank), (drafted, spec.rank)
+    if spec.kind == "dflash2":
+        assert shape is not None
+        at = "candidate_selector."
+        return [
+            same("selector.gate", shape, f"{at}hidden_projection.weight"),
+            same("selector.predecessor", before, _named(f"{at}predecessor_codebook", names)),
+            same("selector.successor", after, _named(f"{at}successor_codebook", names)),
+        ]
+    entries = [
+        same("selector.predecessor", before, f"{MARKOV}markov_w1.weight"),
+        same("selector.successor", after, f"{MARKOV}markov_w2.weight"),
+    ]
+    if shape is not None:
+        projection = f"{MARKOV}{'gate' if spec.kind == 'gated' else 'joint'}_proj"
+        entries.append(same("selector.gate", shape, f"{projection}.weight"))
+        entries.append(same("selector.gate_bias", shape[:1], f"{projection}.bias"))
+    return entries
+
+
+def is_skipped(config: DraftConfig, name: str) -> bool:
+    """Whether a tensor follows from others: which tokens of the target a reduced head has."""
+    return name == DERIVED and config.draft_vocab_size is not None
+
+
+def _tokens(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Token ids of the offsets ``d2t``.
+
+    Raises:
+        InputError: They are not ascending.
+    """
+    (offsets,) = arrays
+    ids = np.arange(len(offsets)) + offsets.astype(np.int64)
+    if (np.diff(ids) <= 0).any() or (len(ids) and ids[0] < 0):
+        raise InputError(f"the tensor {TOKENS} gives tokens that do not ascend from 0")
+    return ids.astype(np.int32)
+
+
+def _offsets(ids: np.ndarray) -> list[np.ndarray]:
+    return [ids.astype(np.int64) - np.arange(len(ids))]
+
+
+def _named(name: str, names: Collection[str]) -> str:
+    """``name``, or with ".weight" after it where the checkpoint has that."""
+    return f"{name}.weight" if f"{name}.weight" in names else name

@@ -73,6 +73,7 @@ class Entry:
         tensors: Its tensors on disk.
         join: Makes the parameter, up to a reshape, from the tensors.
         split: Makes the tensors, up to a reshape, from the parameter.
+        is_integer: Whether it has whole numbers, whose dtype stays as it is.
     """
 
     path: str
@@ -80,6 +81,7 @@ class Entry:
     tensors: tuple[Tensor, ...]
     join: Callable[[Sequence[np.ndarray]], np.ndarray] = _only
     split: Callable[[np.ndarray], Sequence[np.ndarray]] = lambda array: [array]
+    is_integer: bool = False
 
     def read(self, arrays: Sequence[np.ndarray], last: int | None = None) -> np.ndarray:
         """Makes the parameter.

@@ -39,6 +39,13 @@ LIMITS = {
     "original_max_position_embeddings": 2**30,
     "sliding_window": 2**30,
     "swa_window_size": 2**30,
+    "conv_kernel_size": 64,
+    "conv_group_size": 2**17,
+    "selector_rank": 2**14,
+    "selector_top_k": 256,
+    "markov_rank": 2**14,
+    "dspark_draft_topk": 256,
+    "draft_vocab_size": 2**22,
 }
 LIMIT = 2**20
 # Most experts of all layers together. Checkpoints that do not stack experts list their tensors one by one.

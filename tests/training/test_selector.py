@@ -1,0 +1,215 @@
+"""Training of selectors and Markov heads: losses restated, parts that change nothing at first, and steps that learn."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax.checkpoint.load import load_drafter
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.models.config import ConvSpec, SelectorSpec
+from dflash_jax.models.families import dflash
+from dflash_jax.ops.backend import XLA
+from dflash_jax.options.train import TrainConfig
+from dflash_jax.training.drafters import export, raw_config, starting_drafter, with_fresh_parts
+from dflash_jax.training.losses import Choice, Head, Loss, block_loss
+from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.step import Batch, Recipe, Trainer
+from tests.helpers import random_drafter, tiny_config, tiny_draft_config
+
+SHAPE, VOCAB = (2, 5, 6), 101
+KEPT = np.arange(3, 90, 4)
+SELECTOR = SelectorSpec(7, 5)
+
+
+def drafter_with(**parts):
+    return random_drafter(replace(tiny_draft_config(tiny_config()), **parts), 2)
+
+
+@pytest.fixture
+def blocks():
+    rng = np.random.default_rng(0)
+    states = rng.standard_normal((*SHAPE, 36)).astype(np.float32)
+    head = rng.standard_normal((VOCAB, 36)).astype(np.float32)
+    labels, before = rng.integers(0, VOCAB, SHAPE), rng.integers(0, VOCAB, SHAPE)
+    before[..., 1:] = labels[..., :-1]
+    # Labels that are often candidates.
+    often = (states @ head.T).argmax(-1)
+    labels = np.where(rng.random(SHAPE) < 0.4, often, labels)
+    before[..., 1:] = labels[..., :-1]
+    learned = np.cumprod(rng.random(SHAPE) < 0.9, axis=-1).astype(bool)
+    return states, head, labels, before, learned
+
+
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "frequent"])
+def test_the_selectors_loss_is_that_of_the_true_token_among_the_candidates(blocks, kept):
+    states, matrix, labels, before, learned = blocks
+    drafter, loss = drafter_with(selector=SELECTOR), Loss(gamma=3.0, chunk=2)
+    head = Head.over(XLA, jnp.asarray(matrix), kept)
+    sums = jax.jit(lambda *x: block_loss(loss, head, *x, choice=Choice(drafter, jnp.asarray(before))))(
+        states, labels, learned
+    )
+    alone = jax.jit(lambda *x: block_loss(loss, head, *x))(states, labels, learned)
+    part = drafter.selector
+    gate, first, second = (np.asarray(x[...], np.float64) for x in (part.gate, part.predecessor, part.successor))
+    expected = recalled = accepted = 0.0
+    for row, block in np.ndindex(SHAPE[:2]):
+        path, is_right = before[row, block, 0], True
+        for k in range(SHAPE[2]):
+            state, label = states[row, block, k].astype(np.float64), labels[row, block, k]
+            tokens = np.arange(VOCAB) if kept is None else np.union1d(kept, [label])
+            unary = matrix[tokens] @ state
+            order = np.argsort(-unary)[: SELECTOR.top_k]
+            candidates = [*tokens[order]]
+            if not learned[row, block, k]:
+                break
+            recalled += label in candidates
+
+            def score(token, previous, state=state, unary=unary, tokens=tokens):
+                pair = (first[previous] * (gate @ state) * second[token]).sum()
+                return unary[list(tokens).index(token)] + pair
+
+            path = max(candidates, key=lambda token, path=path: score(token, path))
+            is_right = is_right and path == label
+            accepted += is_right
+            if label not in candidates:
+                candidates[-1] = label
+            scores = np.array([score(token, before[row, block, k]) for token in candidates])
+            weight = np.exp(-k / 3.0)
+            expected += weight * (np.log(np.exp(scores).sum()) - scores[candidates.index(label)])
+    assert float(sums.loss - alone.loss) == pytest.approx(expected, rel=1e-4)
+    assert float(sums.recalled.sum()) == recalled
+    assert float(sums.path_accepted) == accepted > 0
+    assert float(sums.accepted) == float(alone.accepted)
+
+
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "frequent"])
+@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+def test_a_markov_head_changes_the_logits_of_the_loss(blocks, kind, kept):
+    states, matrix, labels, before, learned = blocks
+    drafter = drafter_with(selector=SelectorSpec(7, 5, kind), confidence="state and token")
+    head, loss = Head.over(XLA, jnp.asarray(matrix), kept), Loss(gamma=3.0, chunk=2, confidence=0.5)
+    sums = block_loss(loss, head, states, labels, learned, choice=Choice(drafter, jnp.asarray(before)))
+    part, expected = drafter.selector, 0.0
+    weights, bias = (np.asarray(x[...], np.float64) for x in (drafter.confidence, drafter.confidence_bias))
+    for place in np.ndindex(SHAPE):
+        if not learned[place]:
+            continue
+        state, label = states[place].astype(np.float64), labels[place]
+        row = np.asarray(part.predecessor[before[place]], np.float64)
+        gated = row
+        if kind == "gated":
+            at = np.asarray(part.gate[...]) @ np.concatenate([state, row]) + np.asarray(part.gate_bias[...])
+            gated = row / (1 + np.exp(-at))
+        tokens = np.arange(VOCAB) if kept is None else np.union1d(kept, [label])
+        logits = matrix[tokens] @ state + np.asarray(part.successor[...])[tokens] @ gated
+        log_q = logits[list(tokens).index(label)] - np.log(np.exp(logits).sum())
+        said = 1 / (1 + np.exp(-(weights[0] @ np.concatenate([state, row]) + bias[0])))
+        right = np.exp(log_q)
+        sure = -(right * np.log(said) + (1 - right) * np.log(1 - said))
+        expected += np.exp(-place[-1] / 3.0) * (-log_q + 0.5 * sure)
+    assert float(sums.loss) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_loss_of_dspark_is_cross_entropy_and_distance(blocks):
+    states, matrix, labels, _, learned = blocks
+    teacher = np.random.default_rng(1).standard_normal(states.shape).astype(np.float32)
+    sums = block_loss(Loss("dspark", gamma=3.0), Head.over(XLA, jnp.asarray(matrix)), states, labels, learned, teacher)
+    q, p = (jax.nn.softmax(x @ matrix.T, axis=-1) for x in (states, teacher))
+    ce = -np.log(np.take_along_axis(np.asarray(q), labels[..., None], -1))[..., 0]
+    each = 0.1 * ce + 0.9 * np.abs(np.asarray(q) - np.asarray(p)).sum(-1)
+    expected = (each * np.exp(-np.arange(SHAPE[2]) / 3.0) * learned).sum()
+    assert float(sums.loss) == pytest.approx(expected, rel=1e-4)
+
+
+PARTS = {
+    "dflash2": {"convolutions": True, "selector": True},
+    "convolutions": {"convolutions": True},
+    "dspark": {"markov": "gated", "confidence": True, "loss": "dspark"},
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm, tmp_path):
+    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), rank=8, candidates=4, **PARTS[kind])
+    raw = raw_config(config, llm)
+    given, drafter = load_drafter(TINY / "draft"), starting_drafter(config, raw, llm.target, llm.directory)
+    assert drafter.config == dflash.read_config(raw)
+    prompts, params = ["def clamp(value, low, high):\n"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    rounds = [llm.with_drafter(each).generate(prompts, params, block_size=8)[0] for each in (given, drafter)]
+    assert rounds[0].token_ids == rounds[1].token_ids
+    assert rounds[0].acceptance_lengths == rounds[1].acceptance_lengths
+    # A few steps on one text.
+    target = LLM(kernels="xla").target
+    tokens = jnp.asarray(rounds[0].token_ids * 2)[None, :64]
+    rows = jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.int32)
+    recipe = Recipe(Loss(config.loss, gamma=4.0), 12, 8)
+    trainer = Trainer(target, drafter.config, recipe, optimiser(2e-3, 30))
+    state, losses = trainer.start(drafter), []
+    batch = jax.tree.map(lambda x: x[None], Batch(tokens, *rows))
+    for i in range(12):
+        state, sums, norm = trainer.step(state, trainer.leaves, batch, jax.random.key(i % 2))
+        losses.append(float(sums.loss / sums.weight))
+        assert np.isfinite(float(norm))
+    assert np.mean(losses[-2:]) < 0.8 * np.mean(losses[:2])
+    trained = trainer.on_host(state[0])
+    moved = {"dflash2": "selector.successor", "dspark": "selector.successor", "convolutions": "layers.0.mlp_conv.base"}
+    before, after = drafter, trained
+    for name in moved[kind].split("."):
+        before, after = (x[int(name)] if name.isdigit() else getattr(x, name) for x in (before, after))
+    assert np.abs(np.asarray(after[...]) - np.asarray(before[...])).max() > 1e-4
+    export(trained, raw, tmp_path / "draft")
+    assert load_drafter(tmp_path / "draft").config == drafter.config
+    again = LLM(None, tmp_path / "draft").generate(prompts, params, block_size=8)[0]
+    assert again.token_ids == rounds[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"selector": True, "markov": "gated"}, "selector and markov 'gated': a drafter has one of them"),
+        ({"confidence": True}, "confidence: it comes with markov"),
+        ({"convolutions": True, "convolution_group": 7}, "conv_group_size is 7: it must divide hidden_size, 192"),
+    ],
+)
+def test_parts_that_cannot_be(options, says, llm):
+    with pytest.raises(InputError, match=says):
+        raw_config(TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), **options), llm)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"sample_from_anchor": True}, "the drafter has sample_from_anchor: drafters of this form are run here"),
+        ({"draft_vocab_size": 100}, "the drafter has draft_vocab_size"),
+        ({"markov_rank": 4, "markov_head_type": "rnn"}, "the drafter has markov_head_type rnn"),
+        ({"markov_rank": 4}, "the drafter has a vanilla selector: it cannot get a dflash2 one, too"),
+    ],
+)
+def test_forms_that_are_not_trained_are_named(keys, says, llm, tmp_path):
+    raw = json.loads((TINY / "draft" / "config.json").read_text())
+    raw["dflash_config"] |= keys
+    (tmp_path / "draft.json").write_text(json.dumps(raw))
+    options = {"selector": True} if "too" in says else {}
+    config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), **options)
+    with pytest.raises(InputError, match=says):
+        raw_config(config, SimpleNamespace(config=llm.config))
+
+
+def test_fresh_parts_keep_what_is_there():
+    given = drafter_with(conv=ConvSpec(2, 4))
+    assert with_fresh_parts(given, given.config, 0) is given
+    richer = with_fresh_parts(given, replace(given.config, selector=SELECTOR), 0)
+    np.testing.assert_array_equal(richer.layers[1].mlp_conv.base[...], given.layers[1].mlp_conv.base[...])
+    assert not richer.selector.successor[...].any()
+    assert richer.selector.predecessor[...].any()
