@@ -54,10 +54,10 @@ class Gate:
             Headers(scope=scope), serving.name, serving.limits.unknown_fields, serving.on_begin, serving.on_end
         )
         context.enter()
-        if is_anthropics(scope):
-            context.anthropic_id = f"req_{context.returned_id or fresh_id()}"
         if serving.additions.request_ids and ID_HEADER not in context.headers:
             context.returned_id = fresh_id()
+        if is_anthropics(scope):
+            context.anthropic_id = f"req_{context.returned_id or fresh_id()}"
         # A copy: the server keeps its own as long as the connection.
         scope, start = scope | {"state": vars(context)}, time.perf_counter()
 

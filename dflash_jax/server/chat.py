@@ -149,6 +149,8 @@ async def prepare_chat(
     talk.prompt = prompt
     last, place = body.messages[-1], len(body.messages) - 1
     talk.echoed = text_of(last.content, f"messages[{place}]") if body.echo and last.role == "assistant" else ""
+    # A prompt that is truncated to leave room for all new tokens would be one token where there are too many.
+    needs_room = needs_room or body.truncate_prompt_tokens == -1
     room = serving.check_room(talk.prompt, most if needs_room else None, "messages")
     if most is not None and most > room:
         current().note(f"max_tokens is {most}: there is room for less, so the answer may end where the context does")
@@ -228,12 +230,14 @@ async def prepare_batch(
     talks, all_sequences = [], []
     for i, messages in enumerate(body.messages):
         # The fields are validated already.
-        fields: dict[str, Any] = dict(body) | {"messages": messages}
+        is_continued = body.continue_final_message or messages[-1].is_begun
+        fields: dict[str, Any] = dict(body) | {"messages": messages, "continue_final_message": is_continued}
         try:
             chat = chat_schema.ChatRequest.model_construct(None, **fields)
             talk, sequences = await prepare_chat(serving, chat, needs_room=False)
         except ApiError as e:
-            raise ApiError(e.status_code, f"conversation {i}: {e.message}", e.param) from None
+            e.message = f"conversation {i}: {e.message}"
+            raise
         talks.append(talk)
         all_sequences += sequences
     return talks, all_sequences

@@ -239,8 +239,10 @@ class Message(Lenient):
         if isinstance(given, dict):
             # OpenAI's older form of calls and their results, which had no ids.
             call, name = given.get("function_call"), given.get("name")
-            if isinstance(call, dict):
-                given = given | {"tool_calls": [{"id": call.get("name"), "function": call}]}
+            if isinstance(call, dict) and not given.get("tool_calls"):
+                if not isinstance(call.get("name"), str):
+                    raise wrong("function_call", "must have a name that is a string")
+                given = given | {"tool_calls": [{"id": call["name"], "function": call}]}
             if given.get("role") == "function":
                 given = given | {"role": "tool", "tool_call_id": name}
             for name, allowed in NEUTRAL.items():
@@ -248,6 +250,11 @@ class Message(Lenient):
             if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
                 raise wrong("content", "must be a string or a list of parts")
         return given
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is a message of the assistant that says by itself that it is continued."""
+        return self.role == "assistant" and bool(self.prefix or self.partial)
 
 
 class ReasoningOptions(Strict):
@@ -364,9 +371,9 @@ class ChatRequest(OpenAiSampling, Templated):
     @model_validator(mode="after")
     def _with_todays_fields(self) -> Self:
         last = self.messages[-1]
-        if isinstance(last, Message) and last.role == "assistant" and (last.prefix or last.partial):
+        if isinstance(last, Message) and last.is_begun:
             self.continue_final_message = True
-        if self.functions and self.tools is None:
+        if self.functions and not self.tools:
             self._has_functions, self.parallel_tool_calls = True, False
             self.tools = [Tool(type="function", function=function) for function in self.functions]
             if self.tool_choice is None:

@@ -338,8 +338,9 @@ class Turns:
                 return ""
             function = _function(definition, at)
             name = function["name"]
-            self.tools.added[name] = function
-            self._described.discard(name)
+            if block.type == "tool_addition":
+                self.tools.added[name] = function
+                self._described.discard(name)
         if not isinstance(name, str):
             raise ApiError(400, f"{where}.name must be a string", f"{where}.name")
         if block.type == "tool_removal":

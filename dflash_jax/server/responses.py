@@ -27,7 +27,6 @@ from dflash_jax.server.responses_input import (
     COMPACTIONS,
     FOUND_TOOLS,
     LEFT_OUT,
-    OF_SYSTEM,
     TRIGGER,
     InputItem,
     ResponsesRequest,
@@ -38,6 +37,7 @@ from dflash_jax.server.responses_input import (
     as_messages,
     as_summary_request,
     asks_for_summary,
+    is_kept,
     kept_items,
     most_tokens,
     places_after,
@@ -113,7 +113,7 @@ async def responses(http: Request, body: ResponsesRequest):
 
 @router.post("/v1/responses/compact", responses={200: {"model": CompactedResponse}}, response_model=None)
 async def compact(http: Request, body: ResponsesRequest):
-    """A conversation as its messages of the system and the user, and a summary of the rest."""
+    """A conversation as the items that a summary does not replace, and a summary of the rest."""
     if body.stream:
         raise ApiError(400, "stream is not possible: the answer is one object", "stream")
     body, context = with_trigger(body), current()
@@ -134,16 +134,16 @@ async def compacted(http: Request, prompt: "Prepared", output: "Output | Summary
         last = event
     usage = last["response"]["usage"]
     head = {"id": context.answer_id, "object": "response.compaction", "created_at": context.created}
-    kept = await messages_of(serving, prompt.conversation)
+    kept = await kept_of(serving, prompt.conversation)
     return JsonAnswer({**head, "output": iter([*kept, *output.items]), "usage": usage})
 
 
-async def messages_of(serving: Serving, conversation: bytes) -> list[bytes]:
-    """The messages of the system and the user among the items of a conversation, all as JSON."""
+async def kept_of(serving: Serving, conversation: bytes) -> list[bytes]:
+    """The items of a conversation that a summary does not replace, all as JSON."""
     kept = []
     async for line in serving.in_steps(conversation.split(b"\n") if conversation else ()):
         async with serving.long_step(len(line)):
-            if loaded(line).get("role") in ("user", *OF_SYSTEM):
+            if is_kept(InputItem(**loaded(line))):
                 kept.append(line)
     return kept
 
@@ -218,7 +218,7 @@ async def after_summary(http: Request, body: ResponsesRequest, prompt: Prepared)
     serving: Serving = http.app.state.serving
     summary = output_of(http, with_trigger(body), prompt.tools)
     yield prompt, summary
-    kept = await messages_of(serving, prompt.conversation)
+    kept = await kept_of(serving, prompt.conversation)
     (item,) = summary.items
     shorter = body.model_copy(update={"input": [InputItem(**item)]})
     prompt = await in_turn(http, shorter, prepare_response, kept)
@@ -252,6 +252,8 @@ async def read_conversation(
         items.append(as_chat_item(item, unseal))
         if item.type == FOUND_TOOLS or (item.type in COMPACTIONS and items[-1].type == "message"):
             originals[len(items) - 1] = item
+        elif item.type in COMPACTIONS:
+            current().note(f"{item.type}: left out, since this server has not sealed it or has another key now")
 
     async for line in serving.in_steps(earlier):
         async with serving.long_step(len(line)):

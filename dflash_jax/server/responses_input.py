@@ -16,7 +16,7 @@ from dflash_jax.server.chat import tools_in_use
 from dflash_jax.server.chat_schema import FunctionName, Part
 from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.conversation import converse
-from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.errors import ApiError, TooLongError, from_conversion_error
 from dflash_jax.server.limits import DEFAULT_LIMITS
 from dflash_jax.server.schema_base import Effort, Items, Json, Lenient, Open, Strict, neutral_table
 from dflash_jax.server.serving import Serving
@@ -194,9 +194,13 @@ class Tools:
         """Adds a tool that an item of the conversation brings, unless one of its name is there.
 
         Raises:
-            ApiError, ValidationError: It is none, or there are too many.
+            ApiError: It is none, or there are too many.
         """
-        self._take(ResponsesTool.model_validate(tool), where, is_new=False)
+        try:
+            read = ResponsesTool.model_validate(tool)
+        except ValidationError as e:
+            raise from_conversion_error(e, where) from None
+        self._take(read, where, is_new=False)
 
     def _take(self, tool: ResponsesTool, where: str, is_new: bool = True) -> None:
         if tool.type.startswith(HOSTED):
@@ -374,16 +378,23 @@ def _text(item: dict, name: str, where: str) -> str:
 
 
 def _joined_thoughts(messages: list[dict]) -> list[dict]:
-    """Joins each thought with the assistant's message after it."""
+    """Joins thoughts with the assistant's message after them."""
     joined: list[dict] = []
-    for message in messages:
-        previous = joined[-1] if joined else {}
-        is_thought = previous.get("reasoning_content") is not None and not previous["content"]
-        if is_thought and not previous.get("tool_calls") and message["role"] == "assistant":
-            joined[-1] = {**message, "reasoning_content": previous["reasoning_content"]}
-        else:
-            joined.append(message)
-    return joined
+    thoughts: list[str] = []
+    for message in [*messages, {}]:
+        is_assistant = message.get("role") == "assistant"
+        if is_assistant and (thought := message.get("reasoning_content")) is not None:
+            thoughts.append(thought)
+            if not (message["content"] or message.get("tool_calls")):
+                continue
+        if thoughts:
+            own = message if is_assistant else {"role": "assistant", "content": ""}
+            joined.append({**own, "reasoning_content": "\n".join(filter(None, thoughts))})
+            thoughts.clear()
+            if is_assistant:
+                continue
+        joined.append(message)
+    return joined[:-1]
 
 
 def most_tokens(body: ResponsesRequest, capacity: int) -> int | None:
@@ -406,9 +417,10 @@ def asks_for_summary(body: ResponsesRequest) -> bool:
 
 
 def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[int]) -> ResponsesRequest:
-    """A request whose input ends with a `TRIGGER`, with the fields of its summary: no thought, no call, no form.
+    """A request whose input ends with a `TRIGGER`, with the fields of its summary alone.
 
-    Tools stay, since the prompt's beginning shows them: it is in the prefix cache.
+    It has no thought, call, form or stop. Tools stay, since the beginning of the prompt shows them: it is in the prefix
+    cache.
 
     Args:
         body: The request.
@@ -417,6 +429,7 @@ def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[i
     """
     most = max(1, min(SUMMARY_TOKENS, capacity // SUMMARY_PART))
     unset = ("text", "parallel_tool_calls", "top_logprobs", "include", "regex", "ebnf", "structured_outputs")
+    unset += ("stop", "stop_token_ids", "stop_regex", "min_tokens", "bad_words", "allowed_token_ids")
     fields: dict[str, Any] = dict.fromkeys(unset) | {
         "temperature": 0.0 if body.temperature is None else body.temperature,
         "max_output_tokens": body.max_output_tokens or most,
@@ -428,13 +441,18 @@ def as_summary_request(body: ResponsesRequest, capacity: int, banned: Sequence[i
 
 
 def places_after(items: Sequence[InputItem], summaries: Collection[int]) -> list[int]:
-    """The places of the items that count: of ``summaries`` the last one, what follows, and messages before.
+    """The places of the items that count: of ``summaries`` the last one, what follows, and what is kept before.
 
-    Of the messages, those of the system and the user, as they are in OpenAI's compacted conversations.
+    Of the messages, those of the system and the user, as they are in OpenAI's compacted conversations; and the tools
+    that items add.
     """
-    last = max(summaries, default=0)
-    kinds = ("user", *OF_SYSTEM)
-    return [i for i, item in enumerate(items) if i >= last or (_kind(item) in kinds and i not in summaries)]
+    last, passed = max(summaries, default=0), set(summaries)
+    return [i for i, item in enumerate(items) if i >= last or (is_kept(item) and i not in passed)]
+
+
+def is_kept(item: InputItem) -> bool:
+    """Whether an item stays in a conversation that a summary replaces."""
+    return _kind(item) in ("user", *OF_SYSTEM, ADDED_TOOLS)
 
 
 def _named(tool: ResponsesToolName) -> dict:

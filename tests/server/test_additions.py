@@ -106,6 +106,11 @@ def test_request_ids_of_requests_without_one(adding, path):
     assert server.http.post(path, json={}).headers["x-request-id"]
 
 
+def test_anthropics_request_id_is_the_other_one(adding):
+    found = adding(request_ids=True).http.post("/v1/messages", json={})
+    assert found.headers["request-id"] == found.json()["request_id"] == f"req_{found.headers['x-request-id']}"
+
+
 def test_nothing_is_added_by_default(server):
     for path, body in BODIES.items():
         assert "metrics" not in server.post(path, **body).json()

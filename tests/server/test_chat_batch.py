@@ -62,6 +62,12 @@ def test_what_is_wrong_is_named(server, more, named):
     assert server.idle()
 
 
+def test_what_does_not_fit_has_its_code(server):
+    long = [{"role": "user", "content": "x" * 5000}]
+    error = server.post("/v1/chat/completions/batch", messages=[OTHER, long], max_tokens=2).json()["error"]
+    assert (error["code"], error["message"][:16]) == ("context_length_exceeded", "conversation 1: ")
+
+
 SAYING = "An apple a day, keeps"
 CONTINUED = {"continue_final_message": True, "add_generation_prompt": False, "max_tokens": 6, "temperature": 0}
 
@@ -80,6 +86,17 @@ def test_echo_of_the_message_that_is_continued(server, echo, content):
     streamed = server.post("/v1/chat/completions", **body, echo=echo, stream=True).text.splitlines()
     chunks = [json.loads(line[6:]) for line in streamed if line.startswith("data: {")]
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == text
+
+
+def test_a_message_that_is_continued_by_its_own_field(server):
+    """Each conversation for itself."""
+    said = {"role": "assistant", "content": SAYING}
+    talks = [[*OTHER, said | {"prefix": True}], [*OTHER, said]]
+    body = {"max_tokens": 6, "temperature": 0}
+    found = server.post("/v1/chat/completions/batch", messages=talks, **body).json()["choices"]
+    alone = [server.post("/v1/chat/completions", messages=talk, **body).json()["choices"][0] for talk in talks]
+    assert [choice["message"]["content"] for choice in found] == [choice["message"]["content"] for choice in alone]
+    assert alone[0]["message"] != alone[1]["message"]
 
 
 def test_echo_without_a_message_of_the_assistant(server):

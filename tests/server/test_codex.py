@@ -95,6 +95,21 @@ def test_items_are_messages_of_a_chat():
     assert not any("gAAAA" in str(message) for message in messages)
 
 
+@pytest.mark.parametrize(
+    ("last", "right"),
+    [
+        ([{"role": "assistant", "content": "c"}], [{"content": "c", "reasoning_content": "a\nb"}]),
+        ([], [{"content": "", "reasoning_content": "a\nb"}]),
+        ([HI[0]], [{"content": "", "reasoning_content": "a\nb"}, HI[0]]),
+    ],
+)
+def test_thoughts_in_a_row_are_one(last, right):
+    """As where something that is left out was between them."""
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "ab"]
+    items = [InputItem(**item) for item in [HI[0], thoughts[0], {"type": "web_search_call"}, thoughts[1], *last]]
+    assert as_messages(None, items) == [HI[0], *({"role": "assistant"} | message for message in right)]
+
+
 def test_searches_without_ids_are_calls_with_their_results():
     """As OpenAI's servers run them."""
     call = {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"query": "x"}}
@@ -241,6 +256,10 @@ def test_a_trigger_asks_for_a_summary_alone(quiet, options):
     assert tokens(quiet, [*INPUT, item, *INPUT, again, late]) == tokens(quiet, [*kept, *kept, summary, late])
     for other in (item | {"encrypted_content": "gAAAA"}, {"type": "context_compaction"}):
         assert tokens(quiet, [*INPUT, other, late]) == tokens(quiet, [*INPUT, late])
+    # What was before it may be lost, so a note says so.
+    for given, is_noted in ((item, False), (item | {"encrypted_content": "gAAAA"}, True)):
+        noted = quiet.post("/v1/responses/input_tokens", input=[given, late]).headers.get("x-dflash-note", "")
+        assert ("compaction: left out" in noted) == is_noted
 
 
 def unsealed(server, item: dict) -> str:
@@ -248,6 +267,26 @@ def unsealed(server, item: dict) -> str:
     text = server.serving.response_store.unseal(owner, "compaction", item["encrypted_content"])
     assert text is not None
     return SUMMARY + text
+
+
+def test_limits_of_the_answer_do_not_cut_the_summary(quiet):
+    """A summary that ends early loses the conversation."""
+    items = [*HI, {"type": "compaction_trigger"}]
+    whole = unsealed(quiet, quiet.post("/v1/responses", **BODY | {"input": items}).json()["output"][0])
+    for more in (
+        {"stop": ["e"]},
+        {"stop_regex": "e"},
+        {"min_tokens": 60},
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["e"]},
+    ):
+        found = quiet.post("/v1/responses", **BODY | {"input": items} | more).json()
+        assert unsealed(quiet, found["output"][0]) == whole, more
+    # Of the answer after it they are kept.
+    edit = {"context_management": [{"type": "compaction", "compact_threshold": 1}], "min_tokens": 80, "stop": ["e"]}
+    found = quiet.post("/v1/responses", **BODY | {"input": HI, "max_output_tokens": 80} | edit)
+    assert found.status_code == 200, found.text
+    assert found.json()["output"][1]["status"] == "completed" or found.json()["usage"]["output_tokens"] == 80
 
 
 def test_a_trigger_is_the_last_item(quiet):
@@ -431,6 +470,25 @@ def test_tools_of_the_conversation_can_be_called(client, quiet, kind):
     assert wrong.status_code == 400
 
 
+def test_tools_of_the_conversation_outlast_a_summary(quiet):
+    added = {"type": "additional_tools", "role": "developer", "tools": TOOLS[2:3]}
+    edit = {"context_management": [{"type": "compaction", "compact_threshold": 20}]}
+    choice = {"tool_choice": {"type": "function", "name": "mcp__docs__search"}, "max_output_tokens": 60}
+    body = BODY | {"tools": TOOLS[:1], "store": True} | choice
+    found = quiet.post("/v1/responses", **body | edit | {"input": [added, *HI]})
+    assert found.status_code == 200, found.text
+    summary, call = found.json()["output"]
+    assert (is_summary(summary), call["name"]) == (True, "search")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    for more in (
+        {"input": [added, *HI, summary, call, output]},
+        {"input": [output], "previous_response_id": found.json()["id"]},
+    ):
+        later = quiet.post("/v1/responses", **body | more)
+        assert later.status_code == 200, later.text
+        assert later.json()["output"][0]["name"] == "search"
+
+
 def test_tools_of_the_conversation_are_bounded_and_named(quiet):
     def param(*tools) -> str:
         found = quiet.post("/v1/responses", **TALK, input=[*HI, search_output(*tools)], max_output_tokens=1)
@@ -438,8 +496,8 @@ def test_tools_of_the_conversation_are_bounded_and_named(quiet):
 
     assert param({"type": "magic", "name": "x"}) == "input[1].tools[0].type"
     assert param(TOOLS[0], {"type": "function"}) == "input[1].tools[1].name"
-    for wrong in (5, None, [], "x", {}):
-        assert param(wrong) is not False
+    for wrong in (5, None, [], "x", {}, {"type": "function", "name": "f", "parameters": 5}):
+        assert param(wrong) == "input[1].tools[0]"
     assert param(*({"type": "function", "name": f"f{i}"} for i in range(200))) == "tools"
     # One of a name, the first.
     tools = Tools.of([ResponsesTool(**tool) for tool in TOOLS])

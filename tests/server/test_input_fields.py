@@ -79,6 +79,15 @@ def test_a_prompt_may_be_truncated_to_the_room_there_is(quiet, new):
     assert found.json()["choices"][0]["prompt_token_ids"] == long[-(capacity - (new or 1)) :]
 
 
+def test_a_chat_is_not_truncated_to_nothing_for_many_new_tokens(quiet):
+    body = {"messages": [{"role": "user", "content": "word " * 3000}], "truncate_prompt_tokens": -1}
+    found = quiet.post("/v1/chat/completions", **body, max_tokens=quiet.serving.capacity)
+    assert found.status_code == 400
+    assert found.json()["error"]["code"] == "context_length_exceeded"
+    found = quiet.post("/v1/chat/completions", **body, max_tokens=8, return_token_ids=True)
+    assert len(found.json()["prompt_token_ids"]) == quiet.serving.capacity - 8
+
+
 @pytest.mark.parametrize("value", [0, -2, "5", 2.5, [5]])
 def test_truncation_to_what_is_no_length(quiet, value):
     found = quiet.post("/v1/completions", prompt=PROMPT, truncate_prompt_tokens=value)
@@ -555,6 +564,23 @@ def test_functions_are_tools_in_openais_older_form(quiet):
     assert prompts[0] == prompts[1]
     none = quiet.post("/v1/chat/completions", messages=MESSAGES, functions=[], function_call="auto", max_tokens=1)
     assert none.status_code == 200, none.text
+    # Beside today's field without any.
+    assert quiet.post("/v1/chat/completions", **body, tools=[]).json()["choices"] == [choice]
+
+
+def test_an_older_call_beside_todays_calls_leaves_these_as_they_are(quiet):
+    calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": {"x": i}}} for i in "ab"]
+    prompts = []
+    for more in ({}, {"function_call": calls[0]["function"]}, {"function_call": None}):
+        history = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": calls} | more]
+        history += [{"role": "tool", "tool_call_id": i, "content": i} for i in "ba"]
+        answer = quiet.post("/v1/chat/completions", messages=history, max_tokens=1, return_token_ids=True)
+        prompts.append(answer.json()["prompt_token_ids"])
+    assert prompts == prompts[:1] * 3
+    for wrong in ({"name": 5, "arguments": "{}"}, {"arguments": "{}"}):
+        history = [*MESSAGES, {"role": "assistant", "content": None, "function_call": wrong}]
+        error = quiet.post("/v1/chat/completions", messages=history, max_tokens=1).json()["error"]
+        assert error["param"] == "messages[1].function_call", error
 
 
 @pytest.mark.parametrize("name", ["prefix", "partial"])

@@ -283,6 +283,11 @@ def test_a_message_may_add_and_remove_tools(quiet, role):
     assert "available now:\n<functions>\n<function>{" in text
     assert "not available any more: read_file" in text
     assert [(tool.function.name, tool.defer_loading) for tool in chat.tools] == [("read_file", False), ("late", True)]
+    # One that is removed by its definition is not added.
+    removed = addition(READ | {"name": "old"}) | {"type": "tool_removal"}
+    chat = as_chat(MessagesRequest(messages=[*HI, {"role": role, "content": [removed]}], **options))
+    assert "not available any more: old" in chat.messages[-1].content
+    assert [tool.function.name for tool in chat.tools] == ["read_file"]
     # One that is there already stays at the beginning as it was.
     again = [*HI, {"role": role, "content": [addition(READ | {"description": "Reads well"})]}]
     tools = as_chat(MessagesRequest(messages=again, **options)).tools

@@ -342,6 +342,13 @@ def test_no_turn_of_a_stored_response_is_long(mock, items):
         check(mock, *request)
 
 
+def test_no_turn_of_many_summaries_is_long(mock):
+    seal = mock.serving.response_store.seal(hashlib.sha256(b"").digest(), "compaction", "x")
+    item = {"type": "compaction", "encrypted_content": seal}
+    body = {"input": [item] * (LIMITS.objects - 9) + TURN}
+    check(mock, "POST", "/v1/responses/input_tokens", json.dumps(body).encode())
+
+
 def test_no_turn_of_many_references_is_long(mock):
     """Each is in an answer of its own."""
     store, items = mock.serving.response_store, []
