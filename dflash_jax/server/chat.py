@@ -120,7 +120,7 @@ def tools_in_use(body: chat_schema.ChatRequest) -> list[chat_schema.Tool] | None
 
 
 async def prepare_chat(
-    serving: Serving, body: chat_schema.ChatRequest, needs_room: bool = True
+    serving: Serving, body: chat_schema.ChatRequest, needs_room: bool = False
 ) -> tuple[Conversation, list[RemoteSequence]]:
     """Prepares the conversation and the sequences of a request.
 
@@ -192,7 +192,7 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     """OpenAI's chat completions."""
     serving: Serving = http.app.state.serving
     name = current().choose_id("chatcmpl-", body.request_id, body.rid)
-    talk, sequences = await prepare_chat(serving, body, needs_room=False)
+    talk, sequences = await prepare_chat(serving, body)
     head = {"id": name, "created": current().created, "model": body.model or serving.name}
     body = body.without_large()
     if body.stream:
@@ -234,7 +234,7 @@ async def prepare_batch(
         fields: dict[str, Any] = dict(body) | {"messages": messages, "continue_final_message": is_continued}
         try:
             chat = chat_schema.ChatRequest.model_construct(None, **fields)
-            talk, sequences = await prepare_chat(serving, chat, needs_room=False)
+            talk, sequences = await prepare_chat(serving, chat)
         except ApiError as e:
             e.message = f"conversation {i}: {e.message}"
             raise

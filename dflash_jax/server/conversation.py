@@ -346,8 +346,10 @@ async def converse(
     tokenizer, templates = serving.llm.tokenizer, serving.templates
     if tokenizer is None or templates is None:
         raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
-    if tools is not None and len(tools) > serving.limits.tools:
-        raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
+    # Clients defer tools where they have many.
+    shown = sum(not tool.defer_loading for tool in tools or ())
+    if shown > serving.limits.tools:
+        raise ApiError(400, f"{shown} tools: at most {serving.limits.tools} are possible", "tools")
     tool_schemas = []
     async for i, tool in serving.in_steps(enumerate(tools or ())):
         check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")

@@ -140,7 +140,7 @@ async def messages(http: Request, body: MessagesRequest):
     """Anthropic's messages."""
     serving: Serving = http.app.state.serving
     name = current().choose_id("msg_")
-    talk, sequences = await prepare_chat(serving, as_chat(body), needs_room=False)
+    talk, sequences = await prepare_chat(serving, as_chat(body))
     message = {
         "id": name,
         "type": "message",

@@ -54,7 +54,7 @@ def rendered(serving: Serving, body: schema.OpenAiSampling, sequence: TextSequen
 async def render_chat(http: Request, body: chat_schema.ChatRequest):
     """The prompt's token ids and the sampling parameters of a chat; invalid chats are refused."""
     serving: Serving = http.app.state.serving
-    _, sequences = await chat.prepare_chat(serving, body, needs_room=False)
+    _, sequences = await chat.prepare_chat(serving, body)
     return JsonAnswer(rendered(serving, body, sequences[0], "chatcmpl"))
 
 

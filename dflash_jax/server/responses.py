@@ -200,7 +200,8 @@ async def prepare_response(http: Request, body: ResponsesRequest, earlier: list[
         ApiError: The request is invalid.
     """
     chat, stored, tools = await read_conversation(http, body, earlier)
-    talk, sequences = await prepare_chat(http.app.state.serving, chat)
+    # Items were left out to make room for all new tokens.
+    talk, sequences = await prepare_chat(http.app.state.serving, chat, needs_room=body.truncation == "auto")
     return Prepared(talk, sequences[0], stored, tools)
 
 

@@ -555,3 +555,11 @@ def test_an_error_that_ends_says_when(status, code):
     assert error.body["error"]["message"] == "the queue is full: try again in 1s"
     assert ApiError(status, f"conversation 1: {error.message}").message == f"conversation 1: {error.message}"
     assert error.headers == {"Retry-After": "1"}
+
+
+def test_more_new_tokens_than_there_is_room_for_end_where_the_context_does(quiet):
+    answer = quiet.post("/v1/responses", **BODY | {"input": HI, "max_output_tokens": 10**6, "temperature": 0.9})
+    assert answer.status_code == 200, answer.text
+    assert "max_tokens is 1000000" in answer.headers["x-dflash-note"]
+    refused = quiet.post("/v1/responses", input=HI, max_output_tokens=10**6, truncation="auto")
+    assert refused.status_code == 400

@@ -115,7 +115,7 @@ def test_a_session_goes_on_as_it_was_recorded(scripted, name):
     read = READERS[session["path"].partition("?")[0]]
     known, last = {}, (0, 0)
     for turn, body in enumerate(bodies(session, known)):
-        # With "auto" the times of rounds decide whether prompts have the drafter's context, of which prefixes are cached.
+        # With "auto" the times of rounds decide whether the drafter's context is a part of cached prefixes.
         body |= {"block_size": 8}
         answer = scripted.http.post(session["path"], json=body, headers=session["headers"])
         assert answer.status_code == 200, answer.text
