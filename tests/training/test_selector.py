@@ -174,6 +174,37 @@ def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm
     assert again.token_ids == rounds[0].token_ids
 
 
+@pytest.mark.parametrize("options", [{"selector": True}, {"markov": "vanilla"}, {"convolutions": True}])
+def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
+    raw = json.loads((TINY / "draft" / "config.json").read_text())
+    section = raw.pop("dflash_config")
+    layers = {key: value for key, value in raw.items() if key not in ("architectures", "num_target_layers")}
+    block_size = layers.pop("block_size", section.get("block_size"))
+    given = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": layers,
+        "draft_vocab_size": raw["vocab_size"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in section["target_layer_ids"]],
+        "mask_token_id": section["mask_token_id"],
+        "block_size": block_size,
+    }
+    (tmp_path / "draft.json").write_text(json.dumps(given))
+    config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), rank=4, **options)
+    before, after = dflash.read_config(given), dflash.read_config(raw_config(config, llm))
+    added = {"conv": None, "selector": None}
+    assert after != before
+    assert replace(after, **added) == before
+
+
+def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm):
+    """A DSpark drafter that does not say is shifted, here and for other servers."""
+    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), markov="gated", rank=8)
+    raw = raw_config(config, llm)
+    assert raw["architectures"] == ["DSparkDraftModel"]
+    assert raw["dflash_config"]["sample_from_anchor"] is False
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -33,11 +33,13 @@ DSPARK_DEFAULTS = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
-    "sample_from_anchor": True,
 }
 DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # What says how a drafter was trained or is to be served, and no number of it.
-_SERVING = ("speculators_config", "speculators_version", "num_anchors", "num_nextn_predict_layers")
+_SERVING = (
+    *("speculators_config", "speculators_version", "num_anchors", "max_anchors", "num_nextn_predict_layers"),
+    *("tie_word_embeddings", "has_no_defaults_at_init"),
+)
 # Keys that a DeepSpec config has from its target's config, of which it is a copy.
 OF_TARGET = (
     *("partial_rotary_factor", "attn_output_gate", "mrope_section", "mrope_interleaved", "full_attention_interval"),
@@ -59,8 +61,11 @@ def as_published(raw: dict) -> dict:
     """
     if is_speculators(raw):
         return _speculators(raw)
-    if any(name.startswith("Qwen3DSpark") for name in Raw(raw).words("architectures", [])):
+    architectures = Raw(raw).words("architectures", [])
+    if any(name.startswith("Qwen3DSpark") for name in architectures):
         return _deepspec(raw)
+    if "DSparkDraftModel" in architectures or Raw(raw).section("dflash_config").get("projector_type") == "dspark":
+        return _shifted(raw)
     return raw
 
 
@@ -76,8 +81,8 @@ def _speculators(raw: dict) -> dict:
     own["mask_token_id"] = given.get("mask_token_id")
     if (target_size := given.get("target_hidden_size")) is not None:
         own["target_hidden_size"] = target_size
-    if given.flag("sample_from_anchor", None) is not None:
-        own["sample_from_anchor"] = given.flag("sample_from_anchor")
+    # Versions before this key, which is always written since, had DFlash's places for DSpark, too.
+    own["sample_from_anchor"] = given.flag("sample_from_anchor")
     # Full layers are bidirectional in any case; sliding ones causal unless it says otherwise.
     if given.flag("sliding_window_non_causal", kind == "dflash2"):
         own["is_causal"] = False
@@ -107,10 +112,14 @@ def _taps(ids: object) -> list[int]:
 
 def _deepspec(raw: dict) -> dict:
     """DeepSpec's: a copy of the target's config, of which it changes what it names."""
-    if (rope := raw.get("rope_parameters")) is not None:
-        rope = {key: value for key, value in rope.items() if key not in OF_TARGET}
+    rope = {key: value for key, value in Raw(raw).section("rope_parameters").items() if key not in OF_TARGET}
     kept = {key: value for key, value in raw.items() if key not in OF_TARGET}
-    return kept | {
-        "rope_parameters": rope,
-        "dflash_config": {"sample_from_anchor": True} | raw.get("dflash_config", {}),
-    }
+    return _shifted(kept | {"rope_parameters": rope})
+
+
+def _shifted(raw: dict) -> dict:
+    """DeepSpec's and SpecForge's: a place drafts the token after it where the config does not say."""
+    section = Raw(raw).section("dflash_config")
+    if raw.get("sample_from_anchor") is None and section.get("sample_from_anchor") is None:
+        section = section | {"sample_from_anchor": True}
+    return raw | {"dflash_config": section}
