@@ -119,6 +119,14 @@ def test_configs_of_older_versions_of_speculators_are_read_with_the_places_of_df
     assert (read.is_shifted, read.block_size) == (False, 6)
 
 
+def test_drafters_of_speculators_rotate_whole_heads():
+    """Its configs have their target's rotary embedding, and its layers rotate whole heads whatever these say."""
+    raw = speculators("dflash")
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.4, "mrope_section": [2, 0, 0]}
+    raw["transformer_layer_config"] |= {"rope_parameters": rope, "partial_rotary_factor": 0.4}
+    assert dflash.read_config(raw) == dflash.read_config(speculators("dflash"))
+
+
 @pytest.mark.parametrize(
     ("own", "top", "shifted"),
     [({}, {}, True), ({"sample_from_anchor": False}, {}, False), ({}, {"sample_from_anchor": False}, False)],

@@ -40,7 +40,8 @@ _SERVING = (
     *("speculators_config", "speculators_version", "num_anchors", "max_anchors", "num_nextn_predict_layers"),
     *("tie_word_embeddings", "has_no_defaults_at_init"),
 )
-# Keys that a DeepSpec config has from its target's config, of which it is a copy.
+# Keys that configs of DeepSpec and speculators have from their target's, of which they are copies. Their drafters
+# rotate whole heads, whatever the configs say.
 OF_TARGET = (
     *("partial_rotary_factor", "attn_output_gate", "mrope_section", "mrope_interleaved", "full_attention_interval"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
@@ -73,7 +74,7 @@ def _speculators(raw: dict) -> dict:
     kind = raw["speculators_model_type"]
     given = Raw(raw, kind)
     layers = Raw(given.section("transformer_layer_config"), kind)
-    merged = QWEN3 | {key: value for key, value in layers.items() if value is not None}
+    merged = QWEN3 | {key: value for key, value in layers.items() if value is not None and key not in OF_TARGET}
     own: dict = {key: given.get(key) for key in SPECULATORS[kind] if given.get(key) is not None}
     own = {"dflash2": DFLASH2_DEFAULTS, "dspark": DSPARK_DEFAULTS}.get(kind, {}) | own
     own["target_layer_ids"] = _taps(given.get("aux_hidden_state_layer_ids"))
@@ -88,9 +89,8 @@ def _speculators(raw: dict) -> dict:
         own["is_causal"] = False
     if (drafted := given.integer("draft_vocab_size", None)) not in (None, merged["vocab_size"]):
         own["draft_vocab_size"] = drafted
-    rope = merged.get("rope_parameters")
-    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        merged["rope_parameters"] = rope["sliding_attention"]
+    rope = Raw(merged).section("rope_parameters")
+    merged["rope_parameters"] = _whole_heads(Raw(rope).section("sliding_attention") or rope)
     if not merged["use_sliding_window"] and "sliding_attention" not in (merged.get("layer_types") or ()):
         merged["sliding_window"] = None
     for key in (*_SERVING, "transformer_layer_config", "speculators_model_type"):
@@ -112,9 +112,13 @@ def _taps(ids: object) -> list[int]:
 
 def _deepspec(raw: dict) -> dict:
     """DeepSpec's: a copy of the target's config, of which it changes what it names."""
-    rope = {key: value for key, value in Raw(raw).section("rope_parameters").items() if key not in OF_TARGET}
+    rope = _whole_heads(Raw(raw).section("rope_parameters"))
     kept = {key: value for key, value in raw.items() if key not in OF_TARGET}
     return _shifted(kept | {"rope_parameters": rope})
+
+
+def _whole_heads(rope: dict) -> dict:
+    return {key: value for key, value in rope.items() if key not in OF_TARGET}
 
 
 def _shifted(raw: dict) -> dict:
