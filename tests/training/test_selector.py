@@ -16,9 +16,10 @@ from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.families import dflash
 from dflash_jax.ops.backend import XLA
 from dflash_jax.options.train import TrainConfig
+from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.training.drafters import export, raw_config, starting_drafter, with_fresh_parts
 from dflash_jax.training.losses import Choice, Head, Loss, block_loss
-from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.optimiser import matrix_axes, optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from tests.helpers import random_drafter, tiny_config, tiny_draft_config
 
@@ -235,6 +236,21 @@ def test_forms_that_are_not_trained_are_named(keys, says, llm, tmp_path):
     config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), **options)
     with pytest.raises(InputError, match=says):
         raw_config(config, SimpleNamespace(config=llm.config))
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "gated"])
+def test_muon_orthogonalises_matrices_of_the_parts_and_nothing_else(kind):
+    parts = {"selector": replace(SELECTOR, kind=kind)}
+    parts |= {"conv": ConvSpec(2, 4)} if kind == "dflash2" else {"confidence": "state and token"}
+    drafter = drafter_with(**parts)
+    update = optimiser(1e-3, 10, "muon")
+    jax.eval_shape(lambda d: update.update(d, update.init(d), d), drafter)
+    leaves = jax.tree.structure(drafter).flatten_up_to(matrix_axes(drafter))
+    paths = [path for path, axes in zip(parameter_paths(drafter), leaves, strict=True) if axes is not None]
+    names = {path.rsplit(".", 1)[-1] for path in paths}
+    assert names == {"fc", "q", "k", "v", "o", "gate_up", "down", "gate"} | (
+        {"projection"} if "conv" in parts else set()
+    )
 
 
 def test_fresh_parts_keep_what_is_there():
