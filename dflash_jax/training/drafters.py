@@ -134,9 +134,10 @@ def with_parts(config: TrainConfig, raw: dict, draft: DraftConfig) -> dict:
         added |= dict(zip(keys, (config.rank, config.candidates), strict=True))
         if config.markov is not None:
             added |= {"markov_head_type": config.markov}
-            added |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), config.confidence)
     elif kind is not None and draft.selector is not None and draft.selector.kind != kind:
         raise InputError(f"the drafter has a {draft.selector.kind} selector: it cannot get a {kind} one, too")
+    if config.confidence and draft.confidence is None:
+        added |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True)
     if not added:
         return raw
     raw = as_published(raw)

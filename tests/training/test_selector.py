@@ -198,6 +198,16 @@ def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
     assert replace(after, **added) == before
 
 
+def test_a_drafter_with_a_markov_head_gets_a_confidence_head(llm, tmp_path):
+    raw = json.loads((TINY / "draft" / "config.json").read_text())
+    raw["dflash_config"] |= {"markov_rank": 4, "markov_head_type": "gated"}
+    (tmp_path / "draft.json").write_text(json.dumps(raw))
+    given = str(tmp_path / "draft.json")
+    config = TrainConfig(data=("x",), output="y", draft_config=given, markov="gated", confidence=True)
+    before, after = dflash.read_config(raw), dflash.read_config(raw_config(config, llm))
+    assert after == replace(before, confidence="state and token")
+
+
 def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm):
     """A DSpark drafter that does not say is shifted, here and for other servers."""
     config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), markov="gated", rank=8)
