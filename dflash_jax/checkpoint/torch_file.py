@@ -7,6 +7,7 @@ unpickler that knows the few names of a tensor only, and nothing that it could c
 import io
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from pathlib import Path
@@ -14,8 +15,32 @@ from typing import Any
 
 from dflash_jax.errors import InputError
 
-# Most bytes of a pickle: that of one tensor has some hundreds.
-MOST_PICKLE_BYTES = 2**16
+# Most bytes and operations of a pickle: that of one tensor has some hundreds of bytes.
+MOST_PICKLE_BYTES, MOST_OPERATIONS = 2**16, 1000
+# What describes a tensor: texts and names, which may be repeated, and what is made of them once.
+REPEATED = {"BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL"}
+STORE, RECALL = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"BINGET", "LONG_BINGET"}
+KNOWN = {
+    *("PROTO", "FRAME", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE", "EMPTY_DICT", "SETITEM"),
+    *(
+        "SETITEMS",
+        "EMPTY_LIST",
+        "APPEND",
+        "APPENDS",
+        "BINFLOAT",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "NEWTRUE",
+        "NEWFALSE",
+        "NONE",
+        "BINPERSID",
+        "REDUCE",
+        "STOP",
+    ),
+    *(REPEATED | STORE | RECALL),
+}
 # Names of storages, and their dtypes in safetensors' notation.
 STORAGES = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -44,6 +69,30 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
+def check_operations(data: bytes) -> None:
+    """Checks that a pickle does what describes a tensor, and takes no more time and memory than its bytes.
+
+    Raises:
+        pickle.UnpicklingError: It does something else, or repeats what it has made: tuples of the same tuples are
+            exponential in its bytes.
+    """
+    made, memo = "", {}
+    for number, (operation, value, _) in enumerate(pickletools.genops(data)):
+        name = operation.name
+        if name not in KNOWN or number == MOST_OPERATIONS:
+            raise pickle.UnpicklingError(f"it has the operation {name} in place {number}")
+        if name in STORE:
+            index = len(memo) if value is None else value
+            # The unpickler has room up to the largest index.
+            if index > MOST_OPERATIONS:
+                raise pickle.UnpicklingError(f"its memo has the index {index}")
+            memo[index] = made
+        elif name in RECALL and memo.get(value) not in REPEATED:
+            raise pickle.UnpicklingError("it repeats what is no text and no name")
+        else:
+            made = memo[value] if name in RECALL else name
+
+
 def find_tensor(path: Path) -> tuple[str, tuple[int, ...], int]:
     """The tensor of a file, or the one under the key "embedding" of its dictionary.
 
@@ -62,7 +111,9 @@ def find_tensor(path: Path) -> tuple[str, tuple[int, ...], int]:
             if described is None or described.file_size > MOST_PICKLE_BYTES:
                 raise InputError(f"{path} is no file of one tensor that torch.save has written")
             with archive.open(described) as file:
-                value = _Unpickler(io.BytesIO(file.read(MOST_PICKLE_BYTES))).load()
+                data = file.read(MOST_PICKLE_BYTES)
+            check_operations(data)
+            value = _Unpickler(io.BytesIO(data)).load()
             value = value.get("embedding") if isinstance(value, dict) and "embedding" in value else value
             kind, dtype, key, _, _ = value["storage"]
             shape, offset = tuple(value["shape"]), value["offset"]

@@ -21,7 +21,8 @@ class Weights:
         experts: Number of routed experts of a layer; 0 without a mixture.
         per_token: Number of experts that a token is routed to.
         local_experts: Number of a layer's experts on this device.
-        lookup: The embedding table where only single rows of it are read; 0 where it is the head too.
+        lookup: The tables of which only single rows are read: the embedding, where it is not the head too, and the rows
+            of a drafter's selector.
         head: The head.
         context: Of a drafter: the weights that an extension of its context reads, without norms.
         replicated: By parameter: bytes that several devices of a model's mesh hold alike.
@@ -77,8 +78,8 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
         tied = path == "embed" and getattr(config, "tied_embeddings", False)
         if path == "head" or tied:
             sums["head"] = size / parts
-        elif path == "embed":
-            sums["lookup"] = size / parts
+        elif path in ("embed", "selector.predecessor", "selector.successor"):
+            sums["lookup"] += size / parts
         if parts < layout.tensor * layout.expert:
             short = ".".join("*" if p.isdecimal() else p for p in path.split("."))
             replicated[short] = replicated.get(short, 0.0) + size / parts

@@ -84,12 +84,11 @@ class Checkpoint:
         directory = TINY / "target"
         if given.target is not None:
             directory = resolve(given.target, given.revision, given.download_dir)
-        names = given.drafts
+        config, names = check_target(directory, given.hf_overrides), given.drafts
         if names == ("auto",) and smollm2.is_smollm2(given.target):
             names = (smollm2.DRAFTER,)
         elif names == ("auto",):
-            names = (TINY / "draft",) if given.target is None else _published(given)
-        config = check_target(directory, given.hf_overrides)
+            names = (TINY / "draft",) if given.target is None else _published(given, config)
 
         def found(draft: Draft) -> Path | Drafting:
             if isinstance(draft, Drafting):
@@ -107,17 +106,19 @@ class Checkpoint:
         return cls(directory, files, drafts, config, block_sizes, vocabularies, files.defaults(), files.tokenizer())
 
 
-def _published(given: LLMConfig) -> tuple[str | Path, ...]:
-    """The published drafter of a target; none where there is none, or it cannot be had, which is a warning."""
+def _published(given: LLMConfig, target: ModelConfig) -> tuple[str | Path, ...]:
+    """The published drafter of a target; none where there is none, or it cannot be had or read, which is a warning."""
     assert given.target is not None
     name = None if Path(given.target).exists() else published_drafter(given.target)
     if name is None or name == "mtp":
         return () if name is None else (name,)
     try:
-        return (resolve(name, given.draft_revision, given.download_dir),)
+        directory = resolve(name, given.draft_revision, given.download_dir)
+        check_drafter(directory, target)
     except InputError as e:
-        log.warning("%s has the drafter %s, which cannot be had, so decoding is plain: %s", given.target, name, e)
+        log.warning("%s has the drafter %s, which cannot be used, so decoding is plain: %s", given.target, name, e)
         return ()
+    return (directory,)
 
 
 def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) -> DraftConfig | MtpConfig | OwnConfig:

@@ -18,6 +18,7 @@ from dflash_jax.models.config import AttentionSpec, DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash, mtp
+from dflash_jax.models.families.draft_layouts import as_published
 from dflash_jax.models.layers import Attention
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
@@ -133,13 +134,17 @@ def with_parts(config: TrainConfig, raw: dict, draft: DraftConfig) -> dict:
         added |= dict(zip(keys, (config.rank, config.candidates), strict=True))
         if config.markov is not None:
             added |= {"markov_head_type": config.markov}
-            added |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), config.confidence)
     elif kind is not None and draft.selector is not None and draft.selector.kind != kind:
         raise InputError(f"the drafter has a {draft.selector.kind} selector: it cannot get a {kind} one, too")
+    if config.confidence and draft.confidence is None:
+        added |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True)
     if not added:
         return raw
+    raw = as_published(raw)
     architecture = "DSparkDraftModel" if config.markov is not None else "DFlash2DraftModel"
-    return raw | {"architectures": [architecture], "dflash_config": raw.get("dflash_config", {}) | added}
+    # A DSpark drafter that does not say is shifted.
+    section = (raw.get("dflash_config") or {}) | added | {"sample_from_anchor": draft.is_shifted}
+    return raw | {"architectures": [architecture], "dflash_config": section}
 
 
 def check_trainable(draft: DraftConfig) -> None:

@@ -8,7 +8,11 @@ from dflash_jax.parallel.sharding import parameter_paths
 
 # Weights whose first axis (after the expert axis) is the output. All other matrices have their input last.
 _OUTPUT_FIRST = ("o", "out", "down", "fc")
-_NOT_A_MATRIX = ("embed", "head", "router", "conv", "beta_alpha", "shared_gate", "a_log", "dt_bias", "norm", "weight")
+_NOT_A_MATRIX = (
+    *("embed", "head", "router", "conv", "beta_alpha", "shared_gate", "a_log", "dt_bias", "norm", "weight"),
+    # A drafter's tables of single rows, coefficients of channels, and what gives one number or is one for each rank.
+    *("predecessor", "successor", "base", "confidence", "confidence_bias", "gate_bias"),
+)
 
 
 def matrix_axes(module):

@@ -75,6 +75,9 @@ def ranks(llm: LLM, texts: Texts, anchors: np.ndarray, size: int, has_noise: boo
     """
     target, drafter = unpack_weights(llm.target), unpack_weights(llm.drafter)
     assert isinstance(drafter, Drafter), "other drafters have no blocks"
+    config = drafter.config
+    assert not config.is_shifted, "places that are shifted by one are not ranked"
+    assert config.draft_vocab_size is None, "reduced vocabularies are not ranked"
     rows = len(texts.tokens)
     options = {"temperature": jnp.full(rows, texts.temperature), "seed": jnp.asarray(texts.seeds)}
     sampling = replace(SamplingState.greedy(rows, llm.config.vocab_size), **options)

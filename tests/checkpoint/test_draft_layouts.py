@@ -111,6 +111,43 @@ def test_defaults_of_speculators_are_its_own():
     assert [layer.causal for layer in dflash.read_config(plain).layers] == [True, False]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_configs_of_older_versions_of_speculators_are_read_with_the_places_of_dflash(kind):
+    older = {"max_anchors": 3072, "tie_word_embeddings": False, "has_no_defaults_at_init": False}
+    raw = speculators(kind, **older) | {"sample_from_anchor": None}
+    read = dflash.read_config(raw)
+    assert (read.is_shifted, read.block_size) == (False, 6)
+
+
+def test_drafters_of_speculators_rotate_whole_heads():
+    """Its configs have their target's rotary embedding, and its layers rotate whole heads whatever these say."""
+    raw = speculators("dflash")
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.4, "mrope_section": [2, 0, 0]}
+    raw["transformer_layer_config"] |= {"rope_parameters": rope, "partial_rotary_factor": 0.4}
+    assert dflash.read_config(raw) == dflash.read_config(speculators("dflash"))
+
+
+@pytest.mark.parametrize(
+    ("own", "top", "shifted"),
+    [({}, {}, True), ({"sample_from_anchor": False}, {}, False), ({}, {"sample_from_anchor": False}, False)],
+)
+def test_a_dspark_config_of_specforge_is_shifted_unless_it_says_otherwise(own, top, shifted):
+    head = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+    section = DSPARK | head | {"confidence_head_with_markov": True} | own
+    raw = published("dflash", dflash_config=section) | {"architectures": ["DSparkDraftModel"]} | top
+    read = dflash.read_config(raw)
+    assert (read.is_shifted, read.block_size) == (shifted, 6 + shifted)
+    assert read.selector == SelectorSpec(6, 16, "gated")
+    assert read == dflash.read_config({**raw, "architectures": ["Qwen3DSparkModel"]})
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "dflash_config"])
+@pytest.mark.parametrize("architecture", ["Qwen3DSparkModel", "DSparkDraftModel"])
+def test_a_section_that_is_no_object_is_named(architecture, key):
+    with pytest.raises(InputError, match=f"{key} is 3: it must be an object"):
+        dflash.read_config(published("dflash") | {"architectures": [architecture], key: 3})
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_reduced_vocabulary_is_read_and_written(kind, tmp_path):
     rng = np.random.default_rng(1)
@@ -255,6 +292,22 @@ HOSTILE = {
 def test_a_hostile_file_runs_nothing_and_is_refused(name, tmp_path):
     torch_file(tmp_path / "mask.pt", np.zeros(3, np.float32), HOSTILE[name])
     with pytest.raises(InputError, match="is no file of one tensor that torch"):
+        find_tensor(tmp_path / "mask.pt")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (b"K\x07r\x00\x00\x00\x04", "its memo has the index 67108864"),
+        (b")q\x01" + b"h\x01h\x01\x86q\x01" * 60, "it repeats what is no text and no name"),
+        (b")" + b"\x85" * 60_000, "it has the operation TUPLE1 in place 1000"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n}b", "it has the operation BUILD"),
+    ],
+    ids=["room for a memo", "tuples of tuples", "a deep tuple", "an attribute of a function"],
+)
+def test_a_pickle_is_refused_before_it_takes_time_or_memory(value, says, tmp_path):
+    torch_file(tmp_path / "mask.pt", np.zeros(3, np.float32), value)
+    with pytest.raises(InputError, match=says):
         find_tensor(tmp_path / "mask.pt")
 
 

@@ -1,5 +1,7 @@
 """Repositories that cannot be downloaded: the error says what to do."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,15 +55,15 @@ def test_a_path_is_never_taken_for_a_repo(monkeypatch, tmp_path):
         resolve(Path("run") / "draft")
 
 
-def test_a_target_finds_its_published_drafter(monkeypatch, caplog):
+def test_a_target_finds_its_published_drafter(monkeypatch, caplog, tmp_path):
     """The bundled pair in place of the published one."""
-    asked = []
+    asked, draft = [], shutil.copytree(TINY / "draft", tmp_path / "draft") / "config.json"
 
     def snapshot_download(name, **options):
         asked.append(name)
         if "DFlash" in name and is_gone:
             raise ConnectionError("reason")
-        return str(TINY / ("draft" if "DFlash" in name else "target"))
+        return str(draft.parent if "DFlash" in name else TINY / "target")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -72,7 +74,11 @@ def test_a_target_finds_its_published_drafter(monkeypatch, caplog):
     assert LLM("Qwen/Qwen3.8-27B", None).drafter is None
     is_gone = True
     assert LLM("Qwen/Qwen3.8-27B").drafter is None
-    assert "has the drafter z-lab/Qwen3.8-27B-DFlash2, which cannot be had, so decoding is plain" in caplog.text
+    assert "has the drafter z-lab/Qwen3.8-27B-DFlash2, which cannot be used, so decoding is plain" in caplog.text
+    is_gone, raw = False, json.loads((TINY / "draft" / "config.json").read_text())
+    draft.write_text(json.dumps(raw | {"dflash_config": raw["dflash_config"] | {"unknown": 1}}))
+    assert LLM("Qwen/Qwen3.8-27B").drafter is None
+    assert "dflash_config has 'unknown'" in caplog.text
     assert published_drafter("Qwen/Unknown") is None
 
 

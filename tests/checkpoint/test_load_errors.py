@@ -201,7 +201,7 @@ def test_drafter_of_another_target(change, parts, drafter_dir, target):
         ({"dflash_config": 5}, ("dflash_config", 5)),
         ({"sliding_window": -4}, ("sliding_window", -4)),
         ({"own": {"target_layer_ids": "abc"}}, ("target_layer_ids", "abc")),
-        ({"own": {"selector_rank": 8}}, ("DFlash2",)),
+        ({"own": {"selector_rank": 8}}, ("selector_top_k is missing", "selector_rank")),
     ],
 )
 def test_a_drafter_that_makes_no_sense(change, parts, drafter_dir, target):

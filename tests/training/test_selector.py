@@ -16,9 +16,10 @@ from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.families import dflash
 from dflash_jax.ops.backend import XLA
 from dflash_jax.options.train import TrainConfig
+from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.training.drafters import export, raw_config, starting_drafter, with_fresh_parts
 from dflash_jax.training.losses import Choice, Head, Loss, block_loss
-from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.optimiser import matrix_axes, optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from tests.helpers import random_drafter, tiny_config, tiny_draft_config
 
@@ -174,6 +175,47 @@ def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm
     assert again.token_ids == rounds[0].token_ids
 
 
+@pytest.mark.parametrize("options", [{"selector": True}, {"markov": "vanilla"}, {"convolutions": True}])
+def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
+    raw = json.loads((TINY / "draft" / "config.json").read_text())
+    section = raw.pop("dflash_config")
+    layers = {key: value for key, value in raw.items() if key not in ("architectures", "num_target_layers")}
+    block_size = layers.pop("block_size", section.get("block_size"))
+    given = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": layers,
+        "draft_vocab_size": raw["vocab_size"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in section["target_layer_ids"]],
+        "mask_token_id": section["mask_token_id"],
+        "block_size": block_size,
+    }
+    (tmp_path / "draft.json").write_text(json.dumps(given))
+    config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), rank=4, **options)
+    before, after = dflash.read_config(given), dflash.read_config(raw_config(config, llm))
+    added = {"conv": None, "selector": None}
+    assert after != before
+    assert replace(after, **added) == before
+
+
+def test_a_drafter_with_a_markov_head_gets_a_confidence_head(llm, tmp_path):
+    raw = json.loads((TINY / "draft" / "config.json").read_text())
+    raw["dflash_config"] |= {"markov_rank": 4, "markov_head_type": "gated"}
+    (tmp_path / "draft.json").write_text(json.dumps(raw))
+    given = str(tmp_path / "draft.json")
+    config = TrainConfig(data=("x",), output="y", draft_config=given, markov="gated", confidence=True)
+    before, after = dflash.read_config(raw), dflash.read_config(raw_config(config, llm))
+    assert after == replace(before, confidence="state and token")
+
+
+def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm):
+    """A DSpark drafter that does not say is shifted, here and for other servers."""
+    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), markov="gated", rank=8)
+    raw = raw_config(config, llm)
+    assert raw["architectures"] == ["DSparkDraftModel"]
+    assert raw["dflash_config"]["sample_from_anchor"] is False
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -204,6 +246,21 @@ def test_forms_that_are_not_trained_are_named(keys, says, llm, tmp_path):
     config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), **options)
     with pytest.raises(InputError, match=says):
         raw_config(config, SimpleNamespace(config=llm.config))
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "gated"])
+def test_muon_orthogonalises_matrices_of_the_parts_and_nothing_else(kind):
+    parts = {"selector": replace(SELECTOR, kind=kind)}
+    parts |= {"conv": ConvSpec(2, 4)} if kind == "dflash2" else {"confidence": "state and token"}
+    drafter = drafter_with(**parts)
+    update = optimiser(1e-3, 10, "muon")
+    jax.eval_shape(lambda d: update.update(d, update.init(d), d), drafter)
+    leaves = jax.tree.structure(drafter).flatten_up_to(matrix_axes(drafter))
+    paths = [path for path, axes in zip(parameter_paths(drafter), leaves, strict=True) if axes is not None]
+    names = {path.rsplit(".", 1)[-1] for path in paths}
+    assert names == {"fc", "q", "k", "v", "o", "gate_up", "down", "gate"} | (
+        {"projection"} if "conv" in parts else set()
+    )
 
 
 def test_fresh_parts_keep_what_is_there():

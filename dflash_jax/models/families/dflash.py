@@ -51,6 +51,8 @@ KEYS = (
     *("sample_from_anchor", "dspark_draft_topk", "draft_vocab_size"),
     # Names of what the other keys say, training and Muse's.
     *("projector_type", "num_anchors", "use_aux_hidden_state", "logit_scale"),
+    # SpecForge's: what the numbers of heads say, and a weight in training.
+    *("attention_mode", "confidence_head_alpha"),
 )
 PROJECTORS = (None, "dflash", "dflash2", "dspark")
 # Other block drafters, which are refused by name: the prefix of their architectures, and the keys that only they
@@ -315,7 +317,7 @@ def read_config(raw: dict) -> DraftConfig:
         merged.allow(key)
     merged.allow("use_qk_norm", True)
     merged.allow("use_aux_hidden_state", True)
-    for key in ("tie_word_embeddings", "projector_type", "num_anchors"):
+    for key in ("tie_word_embeddings", "projector_type", "num_anchors", "attention_mode", "confidence_head_alpha"):
         merged.allow(key)
     merged.refuse_unread()
     return config

@@ -33,12 +33,15 @@ DSPARK_DEFAULTS = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
-    "sample_from_anchor": True,
 }
 DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # What says how a drafter was trained or is to be served, and no number of it.
-_SERVING = ("speculators_config", "speculators_version", "num_anchors", "num_nextn_predict_layers")
-# Keys that a DeepSpec config has from its target's config, of which it is a copy.
+_SERVING = (
+    *("speculators_config", "speculators_version", "num_anchors", "max_anchors", "num_nextn_predict_layers"),
+    *("tie_word_embeddings", "has_no_defaults_at_init"),
+)
+# Keys that configs of DeepSpec and speculators have from their target's, of which they are copies. Their drafters
+# rotate whole heads, whatever the configs say.
 OF_TARGET = (
     *("partial_rotary_factor", "attn_output_gate", "mrope_section", "mrope_interleaved", "full_attention_interval"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
@@ -59,8 +62,11 @@ def as_published(raw: dict) -> dict:
     """
     if is_speculators(raw):
         return _speculators(raw)
-    if any(name.startswith("Qwen3DSpark") for name in Raw(raw).words("architectures", [])):
+    architectures = Raw(raw).words("architectures", [])
+    if any(name.startswith("Qwen3DSpark") for name in architectures):
         return _deepspec(raw)
+    if "DSparkDraftModel" in architectures or Raw(raw).section("dflash_config").get("projector_type") == "dspark":
+        return _shifted(raw)
     return raw
 
 
@@ -68,7 +74,7 @@ def _speculators(raw: dict) -> dict:
     kind = raw["speculators_model_type"]
     given = Raw(raw, kind)
     layers = Raw(given.section("transformer_layer_config"), kind)
-    merged = QWEN3 | {key: value for key, value in layers.items() if value is not None}
+    merged = QWEN3 | {key: value for key, value in layers.items() if value is not None and key not in OF_TARGET}
     own: dict = {key: given.get(key) for key in SPECULATORS[kind] if given.get(key) is not None}
     own = {"dflash2": DFLASH2_DEFAULTS, "dspark": DSPARK_DEFAULTS}.get(kind, {}) | own
     own["target_layer_ids"] = _taps(given.get("aux_hidden_state_layer_ids"))
@@ -76,16 +82,15 @@ def _speculators(raw: dict) -> dict:
     own["mask_token_id"] = given.get("mask_token_id")
     if (target_size := given.get("target_hidden_size")) is not None:
         own["target_hidden_size"] = target_size
-    if given.flag("sample_from_anchor", None) is not None:
-        own["sample_from_anchor"] = given.flag("sample_from_anchor")
+    # Versions before this key, which is always written since, had DFlash's places for DSpark, too.
+    own["sample_from_anchor"] = given.flag("sample_from_anchor")
     # Full layers are bidirectional in any case; sliding ones causal unless it says otherwise.
     if given.flag("sliding_window_non_causal", kind == "dflash2"):
         own["is_causal"] = False
     if (drafted := given.integer("draft_vocab_size", None)) not in (None, merged["vocab_size"]):
         own["draft_vocab_size"] = drafted
-    rope = merged.get("rope_parameters")
-    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        merged["rope_parameters"] = rope["sliding_attention"]
+    rope = Raw(merged).section("rope_parameters")
+    merged["rope_parameters"] = _whole_heads(Raw(rope).section("sliding_attention") or rope)
     if not merged["use_sliding_window"] and "sliding_attention" not in (merged.get("layer_types") or ()):
         merged["sliding_window"] = None
     for key in (*_SERVING, "transformer_layer_config", "speculators_model_type"):
@@ -107,10 +112,18 @@ def _taps(ids: object) -> list[int]:
 
 def _deepspec(raw: dict) -> dict:
     """DeepSpec's: a copy of the target's config, of which it changes what it names."""
-    if (rope := raw.get("rope_parameters")) is not None:
-        rope = {key: value for key, value in rope.items() if key not in OF_TARGET}
+    rope = _whole_heads(Raw(raw).section("rope_parameters"))
     kept = {key: value for key, value in raw.items() if key not in OF_TARGET}
-    return kept | {
-        "rope_parameters": rope,
-        "dflash_config": {"sample_from_anchor": True} | raw.get("dflash_config", {}),
-    }
+    return _shifted(kept | {"rope_parameters": rope})
+
+
+def _whole_heads(rope: dict) -> dict:
+    return {key: value for key, value in rope.items() if key not in OF_TARGET}
+
+
+def _shifted(raw: dict) -> dict:
+    """DeepSpec's and SpecForge's: a place drafts the token after it where the config does not say."""
+    section = Raw(raw).section("dflash_config")
+    if raw.get("sample_from_anchor") is None and section.get("sample_from_anchor") is None:
+        section = section | {"sample_from_anchor": True}
+    return raw | {"dflash_config": section}
