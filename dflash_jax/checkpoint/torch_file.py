@@ -113,13 +113,12 @@ def find_tensor(path: Path) -> tuple[str, tuple[int, ...], int]:
             with archive.open(described) as file:
                 data = file.read(MOST_PICKLE_BYTES)
             check_operations(data)
-            value = _Unpickler(io.BytesIO(data)).load()
-            value = value.get("embedding") if isinstance(value, dict) and "embedding" in value else value
+            value: Any = _Unpickler(io.BytesIO(data)).load()
+            value = value["embedding"] if isinstance(value, dict) and "embedding" in value else value
             kind, dtype, key, _, _ = value["storage"]
             shape, offset = tuple(value["shape"]), value["offset"]
-            is_whole = (
-                kind == "storage" and dtype in BYTES and all(type(n) is int and n > 0 for n in (*shape, offset + 1))
-            )
+            is_sized = all(type(n) is int and n > 0 for n in (*shape, offset + 1))
+            is_whole = kind == "storage" and dtype in BYTES and is_sized
             stored = archive.getinfo(f"{described.filename.removesuffix('data.pkl')}data/{key}")
             size = BYTES[dtype] * (offset + math.prod(shape))
             is_plain = stored.compress_type == zipfile.ZIP_STORED and stored.file_size >= size

@@ -200,7 +200,7 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
         drafter = packed(without_copies(drafter, target), given.dtype_name)
         if ids is not None:
             if isinstance(drafter, Drafter) and drafter.config.draft_vocab_size is not None:
-                ids = jnp.intersect1d(ids, drafter.head_ids[...])
+                ids = jnp.asarray(np.intersect1d(ids, drafter.head_ids[...]))
                 if not len(ids):
                     raise InputError(f"draft tokens {given.draft_tokens}: the drafter's head has none of them")
             drafter.vocabulary = shortlist(ids, head_owner(drafter, target), given.dtype_name)

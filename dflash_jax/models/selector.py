@@ -8,7 +8,7 @@ small steps.
 Dimension letters: B sequences, L drafts, K candidates, P predecessors (K), R rank, H hidden size, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -158,8 +158,9 @@ class Selector(nnx.Module):
             keep = jax.nn.sigmoid(keep)
             state = keep * state + (1 - keep) * jnp.tanh(new)
             pairs = jnp.einsum("br,bkr->bk", jnp.tanh(out), after[:, place])
-            here = jax.tree.map(lambda x, place=place: x[:, place : place + 1], (candidates.tokens, candidates.scores))
-            token, share = Candidates(*here, candidates.scale).walk(pairs[:, None, None])
+            at = slice(place, place + 1)
+            here = replace(candidates, tokens=candidates.tokens[:, at], scores=candidates.scores[:, at])
+            token, share = here.walk(pairs[:, None, None])
             token = token[:, 0]
             tokens.append(token)
             shares.append(share)

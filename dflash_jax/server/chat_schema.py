@@ -88,7 +88,7 @@ class Tool(Lenient):
 
     type: Literal["function"]
     function: Function
-    custom: CustomTool | None = Field(None, exclude=True)
+    custom: CustomTool | None = Field(default=None, exclude=True)
     defer_loading: bool | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")

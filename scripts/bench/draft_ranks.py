@@ -73,9 +73,8 @@ def ranks(llm: LLM, texts: Texts, anchors: np.ndarray, size: int, has_noise: boo
     Returns:
         int [B, A, size - 1].
     """
-    target, drafter = unpack_weights(llm.target), unpack_weights(llm.drafter)
-    assert isinstance(drafter, Drafter), "other drafters have no blocks"
-    config = drafter.config
+    assert isinstance(llm.drafter, Drafter), "other drafters have no blocks"
+    target, drafter, config = unpack_weights(llm.target), unpack_weights(llm.drafter), llm.drafter.config
     assert not config.is_shifted, "places that are shifted by one are not ranked"
     assert config.draft_vocab_size is None, "reduced vocabularies are not ranked"
     rows = len(texts.tokens)
