@@ -93,7 +93,7 @@ def test_a_second_signal_stops():
     (answer,) = answers
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         503,
-        "no requests are taken: the engine was stopped",
+        "no requests are taken: the engine was stopped: try again in 1s",
     )
 
 
