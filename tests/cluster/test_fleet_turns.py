@@ -491,7 +491,7 @@ def test_questions_to_all_are_answered_by_all_and_name_who_does_not(monkeypatch)
             b.answers["flush"] = True
             assert await fleet.ask("flush") is True
             b.answers = {}
-            with pytest.raises(ApiError, match="1 of 2 engines have answered, and not b: send the request again") as e:
+            with pytest.raises(ApiError, match="1 of 2 engines have answered, and not b: try again in 1s") as e:
                 await fleet.ask("reset")
             assert e.value.status_code == 503
             # One that dies meanwhile has nothing any more that the question is of.

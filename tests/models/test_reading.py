@@ -113,7 +113,7 @@ def test_windows_that_no_layer_has(name):
         ("Qwen3.6-35B-A3B", ("text_config",), {"norm_topk_prob": False}, "text_config.norm_topk_prob is False"),
         ("Qwen3.6-27B", ("text_config", "rope_parameters"), {"mrope_interleaved": False}, "mrope_interleaved is False"),
         ("Qwen3-8B", (), {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling.factor is 4.0"),
-        ("Qwen3.6-27B-DFlash", (), {"draft_vocab_size": 32000}, "draft_vocab_size is 32000: .*only 248320"),
+        ("Qwen3.6-27B-DFlash", (), {"draft_vocab_size": 250000}, "draft_vocab_size is 250000: vocab_size is 248320"),
     ],
 )
 def test_what_changes_the_numbers_is_refused(name, path, keys, says):
