@@ -191,19 +191,22 @@ def test_a_client_that_goes_away_aborts(quiet, monkeypatch):
         lambda: engine.running > 0,
         lambda: statistics.new_tokens > told,
     )
-    before, moment = statistics.requests["abort"], moments[0]
+    before, moment, left = statistics.requests["abort"], moments[0], threading.Event()
 
     def read(*args, original=engine.runner.read):
-        if moment is not moments[3] or moment():
-            wait_until(lambda: serving.in_flight == 0)
+        # A read for the client before must not keep this one from its moment.
+        if moment():
+            left.wait(120)
         return original(*args)
 
     monkeypatch.setattr(engine.runner, "read", read)
     for i in range(24):
-        moment, told = moments[i // 2 % 4], statistics.new_tokens
+        moment, told, left = moments[i // 2 % 4], statistics.new_tokens, threading.Event()
         with contextlib.ExitStack() as stack:
             posting(quiet, stack, prompt="def f(" * 20, max_tokens=700, ignore_eos=True, stream=i % 2 == 0)
             assert wait_until(moment)
+        assert wait_until(lambda: serving.in_flight == 0)
+        left.set()
         assert quiet.idle()
     # Surely of those that had a slot.
     assert statistics.requests["abort"] >= before + 12
