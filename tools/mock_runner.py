@@ -395,7 +395,7 @@ class MockDevice:
 
 
 class Scripts:
-    """A model that says what it is told to, turn by turn, as those of agents do.
+    """A model whose text is given for each turn of a session.
 
     A script has a name, which stands in the first message of the user, and the texts of its turns, each as the model
     writes it after ``<think>``, with the number of its thoughts in the prompt for ``{thoughts}``. The turn of a request

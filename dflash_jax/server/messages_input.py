@@ -349,7 +349,7 @@ class Turns:
 
 
 def as_messages(body: CountTokensRequest, tools: Tools | None = None) -> list[dict]:
-    """The system prompt and all turns as a chat's messages. Notes of the answer name what is left out.
+    """The system prompt and all turns as a chat's messages. The header X-Dflash-Note names what is left out.
 
     Raises:
         ApiError: A block is invalid.

@@ -18,6 +18,7 @@ from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from dflash_jax.planner import make_plan, read_shapes
 from dflash_jax.training.drafters import export
+from tests.integration.test_own_tables import assert_same
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
 PARAMS = [
@@ -116,13 +117,6 @@ def test_the_text_is_the_targets_at_every_block_size(plain, draft):
 def test_reproducible_text_is_the_same_with_and_without_it(draft):
     texts = [answers(LLM(None, each, reproducible=True), size) for each, size in ((None, 1), (draft, 8))]
     assert texts[0] == texts[1]
-
-
-def assert_same(found, expected) -> None:
-    assert found.config == expected.config
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
 
 
 def test_it_goes_through_orbax_and_export(draft, tmp_path):

@@ -126,6 +126,7 @@ def test_the_plan_counts_the_tables(own):
 def assert_same(found, expected) -> None:
     assert found.config == expected.config
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
 
 

@@ -15,7 +15,6 @@ from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import DraftWindow, TargetHeads
 from dflash_jax.models.selector import Candidates
 from dflash_jax.parallel.sharding import parameter_paths
-from tests.float64 import assert_near
 from tests.helpers import random_drafter, randomise, tiny_config, tiny_draft_config
 from tests.parity import dflash_reference
 from tests.parity.test_drafter import (
@@ -28,7 +27,7 @@ from tests.parity.test_drafter import (
     TAPS,
     VOCAB,
     WIDTHS,
-    block,
+    assert_blocks,
     build_context,
     config,
     reference_rows,
@@ -62,15 +61,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", ["published", "four_taps_of_single_channels", "one_group", "factors"])
 def test_block_of_every_width_equals_the_reference(name, tmp_path):
-    raw, window = CASES[name], DraftWindow()
-    drafter, tensors = saved(raw, tmp_path)
-    rng = np.random.default_rng(1)
-    features = rng.standard_normal((SLOTS, CAPACITY, TAPS, HIDDEN)).astype(np.float32)
-    embedded = rng.standard_normal((SLOTS, SLOTS, HIDDEN)).astype(np.float32)
-    cache = build_context(drafter, features, LENGTHS, window, CAPACITY, 13, rng)
-    got = block(drafter, jnp.asarray(embedded), cache, jnp.asarray(LENGTHS), jnp.asarray(WIDTHS), window=window)
-    for row, want in enumerate(reference_rows(raw, tensors, features, LENGTHS, WIDTHS, embedded, window)):
-        assert_near(got[row, : WIDTHS[row]], want, f"width {WIDTHS[row]} after {LENGTHS[row]} positions")
+    assert_blocks(CASES[name], DraftWindow(), tmp_path)
 
 
 def best(logits, positions, count, ids=None) -> Candidates:

@@ -249,14 +249,19 @@ def test_layers_of_a_config_have_window_and_causality_of_the_reference(name):
 def test_block_of_every_width_equals_the_reference(name, tmp_path):
     """All widths in one call of 16 slots, each equal to a block of exactly that width."""
     raw, window, _ = CASES[name]
-    drafter, tensors = saved(raw, tmp_path)
+    assert_blocks(raw, window, tmp_path)
+
+
+def assert_blocks(raw: dict, window: DraftWindow, path: Path) -> None:
+    """Checks blocks of all widths of a drafter, written to ``path``, against the reference."""
+    drafter, tensors = saved(raw, path)
     rng = np.random.default_rng(1)
     features = rng.standard_normal((SLOTS, CAPACITY, TAPS, HIDDEN)).astype(np.float32)
     embedded = rng.standard_normal((SLOTS, SLOTS, HIDDEN)).astype(np.float32)
     cache = build_context(drafter, features, LENGTHS, window, CAPACITY, 13, rng)
     got = block(drafter, jnp.asarray(embedded), cache, jnp.asarray(LENGTHS), jnp.asarray(WIDTHS), window=window)
     for row, want in enumerate(reference_rows(raw, tensors, features, LENGTHS, WIDTHS, embedded, window)):
-        assert_near(got[row, : WIDTHS[row]], want, f"width {WIDTHS[row]} behind {LENGTHS[row]} positions")
+        assert_near(got[row, : WIDTHS[row]], want, f"width {WIDTHS[row]} after {LENGTHS[row]} positions")
 
 
 def test_reference_gives_different_answers_for_different_rules(tmp_path):
