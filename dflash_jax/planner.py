@@ -1,7 +1,7 @@
 """What a system takes of a device: bytes of weights and of a slot, what fits, and the tokens a second at most."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,6 +135,7 @@ class Shapes:
         block: Rows and columns of a block of the target's FP8 scales; None where its checkpoint is not in FP8.
         draft_block: Likewise, of the drafter's checkpoint.
         language_model_only: Whether the target's vision tower is left out.
+        draft_tokens: Tokens of the list in the drafter's directory; None without one.
     """
 
     target: "ModelConfig"
@@ -142,6 +143,13 @@ class Shapes:
     block: tuple[int, int] | None
     draft_block: tuple[int, int] | None = None
     language_model_only: bool = False
+    draft_tokens: int | None = None
+
+    @property
+    def shortlist(self) -> int | None:
+        """Tokens whose rows of a head the drafter has beside its weights, at most; None for none."""
+        reduced = getattr(self.draft, "draft_vocab_size", None)
+        return self.draft_tokens if None in (self.draft_tokens, reduced) else min(self.draft_tokens, reduced)
 
 
 def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None) -> Shapes:
@@ -157,21 +165,25 @@ def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None
     """
     from dflash_jax.checkpoint import fp8
     from dflash_jax.checkpoint.config_files import read_config_file
-    from dflash_jax.checkpoint.load import draft_tensor_names
+    from dflash_jax.checkpoint.load import DRAFT_TOKENS, draft_tensor_names, read_draft_tokens
     from dflash_jax.models import families
     from dflash_jax.models.config import DraftConfig
     from dflash_jax.models.families import dflash
 
     raw, config = read_config_file(Path(target), families.read_target, overrides)
-    drafter, draft_block = None, None
+    drafter, draft_block, listed = None, None, None
     if draft is not None:
         of_head = overrides if Path(draft).resolve() == Path(target).resolve() else None
         draft_raw, drafter = read_config_file(Path(draft), families.read_drafter, of_head)
         if isinstance(drafter, DraftConfig):
             drafter = dflash.with_tables(drafter, draft_raw, draft_tensor_names(Path(draft)))
+            # The rows of a reduced head take the same bytes where they are the target's.
+            drafter = replace(drafter, own_head=drafter.own_head or drafter.draft_vocab_size is not None)
         drafter.check_fits(config)
         draft_block = fp8.read_block(draft_raw, Path(draft))
-    return Shapes(config, drafter, fp8.read_block(raw, Path(target)), draft_block)
+        if (file := Path(draft) / DRAFT_TOKENS).exists():
+            listed = len(read_draft_tokens(file, config.vocab_size))
+    return Shapes(config, drafter, fp8.read_block(raw, Path(target)), draft_block, draft_tokens=listed)
 
 
 @lru_cache(maxsize=64)
@@ -197,7 +209,11 @@ def abstract_pair(
             in FP8.
         backend: The backend of the device.
     """
+    import jax
+    import jax.numpy as jnp
+
     from dflash_jax.models.decoder import abstract_decoder
+    from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.models.drafters import abstract_drafter
     from dflash_jax.models.mtp_config import MtpConfig
 
@@ -206,6 +222,9 @@ def abstract_pair(
     if drafter is not None:
         of_head = quantize if isinstance(shapes.draft, MtpConfig) else None
         drafter = _as_loaded(drafter, layout, of_head, shapes.draft_block)
+        if (count := shapes.shortlist) is not None:
+            ids, rows = ((count,), jnp.int32), ((count, shapes.target.hidden_size), dtype)
+            drafter.vocabulary = DraftVocabulary(*(jax.ShapeDtypeStruct(*each) for each in (ids, rows)), backend)
     return _as_loaded(target, layout, quantize, shapes.block), drafter
 
 
@@ -339,7 +358,8 @@ def make_plan(
         if drafts and draft_weights and shapes.draft:
             draft_passes, per_pass = shapes.draft.passes(tokens)
             of_drafts = slot.read(context, True) - slot.read(context, False)
-            head = 0.0 if draft_weights.head else weights.head
+            # The drafter's weights have its own head and the shortlist, of which one is read.
+            head = (0.0 if shapes.shortlist else draft_weights.head or weights.head) - draft_weights.head
             extra = draft_passes * (draft_weights.read(batch * per_pass) + head + batch * of_drafts)
         read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + slot.read(context, False))
         return slots * (acceptance_length if drafts else 1) * device.bandwidth / read

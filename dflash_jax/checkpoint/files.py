@@ -31,6 +31,7 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
 }
 
 

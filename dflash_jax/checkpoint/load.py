@@ -30,6 +30,9 @@ from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
 
+# The only token ids that a drafter drafts by default, in its directory.
+DRAFT_TOKENS = "draft_tokens.json"
+
 
 def _open(
     directory: Path, raw: dict, config: C, entries: list[Entry], files: Tensors, is_skipped: Callable[[str], bool]
@@ -254,7 +257,7 @@ def open_drafter(
         return _open_head(directory, raw, config)
     files = TensorFiles(directory)
     entries = dflash.weight_names(config, files)
-    return _open(directory, raw, config, entries, files, lambda name: dflash.is_skipped(config, name))
+    return _open(directory, raw, config, entries, files, lambda name: dflash.is_skipped(config, name, files.read))
 
 
 def _open_head(directory: Path, raw: dict, config: MtpConfig) -> Source[MtpConfig]:

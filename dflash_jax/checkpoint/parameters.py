@@ -69,7 +69,7 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
     files = source.files
     given = [t.of(files.read(t.name)) for t in entry.tensors]
     for tensor, part in zip(entry.tensors, given, strict=True):
-        if (part.dtype.kind == "i") != entry.is_integer:
+        if part.dtype.kind == "b" or (part.dtype.kind == "i") != entry.is_integer:
             right = "whole numbers" if entry.is_integer else "floating-point numbers"
             raise InputError(f"tensor {tensor.name!r} has dtype {files.dtype(tensor.name)}: it must have {right}")
     array = entry.read(given)

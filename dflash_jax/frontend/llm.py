@@ -31,12 +31,11 @@ from dflash_jax.frontend.keywords import signature, with_other_names
 from dflash_jax.frontend.llm_config import Draft, LLMConfig
 from dflash_jax.frontend.loading import (
     Checkpoint,
-    head_owner,
+    draft_vocabulary,
     load_encoder,
     load_models,
     placed_drafter,
     prepare_backend,
-    shortlist,
 )
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
@@ -191,10 +190,8 @@ class LLM(Generation):
         config.check_fits(self.config)
         placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
         if isinstance(placed, Drafter | Mtp):
-            placed.vocabulary = known = vocabulary_of(self.drafter)
-            before, owner = (head_owner(each, self.target) for each in (self.drafter, placed))
-            if known is not None and before is not owner:
-                placed.vocabulary = shortlist(known.ids[...], owner, self.dtype)
+            ids = next(iter(self._checkpoint.draft_vocabularies), None)
+            placed.vocabulary = draft_vocabulary(placed, ids, self.target, self.dtype, self.drafter)
         other = self.with_programs(Executables(self.target, placed))
         other.drafters = (placed,)
         other.largest_block = min(config.block_size, self._given.max_block_size or config.block_size)

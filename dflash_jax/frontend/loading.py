@@ -9,7 +9,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
@@ -17,6 +17,7 @@ from dflash_jax.checkpoint import smollm2
 from dflash_jax.checkpoint.config_files import published_drafter
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
+    DRAFT_TOKENS,
     check_drafter,
     check_target,
     load_drafter,
@@ -35,7 +36,7 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.config import DraftConfig, ModelConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
-from dflash_jax.models.drafters import OwnConfig, abstract_drafter, config_of
+from dflash_jax.models.drafters import OwnConfig, abstract_drafter, config_of, vocabulary_of
 from dflash_jax.models.drafting import Drafting
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
@@ -44,13 +45,12 @@ from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, is_weight
 from dflash_jax.parallel import distributed
-from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths, parameter_specs, place
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
 
 M = TypeVar("M", bound=Decoder | Drafter | Mtp | DraftVocabulary | VisionTower)
 D = TypeVar("D", bound=Drafting)
 log = logging.getLogger("dflash_jax")
 
-DRAFT_TOKENS = "draft_tokens.json"  # In a drafter's directory.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
@@ -74,7 +74,7 @@ class Checkpoint:
     drafts: tuple[Path | Drafting, ...]
     config: ModelConfig
     draft_block_sizes: tuple[int, ...]
-    draft_vocabularies: tuple[jax.Array | None, ...]
+    draft_vocabularies: tuple[np.ndarray | None, ...]
     defaults: SamplingDefaults
     tokenizer: Tokenizer | None
 
@@ -135,7 +135,7 @@ def _overrides(given: LLMConfig, draft: Path | Drafting, target: Path) -> dict |
     return given.hf_overrides if isinstance(draft, Path) and draft.resolve() == target.resolve() else None
 
 
-def _draft_vocabulary(given: LLMConfig, draft: Path | Drafting, config: ModelConfig) -> jax.Array | None:
+def _draft_vocabulary(given: LLMConfig, draft: Path | Drafting, config: ModelConfig) -> np.ndarray | None:
     name = given.draft_tokens
     if name in (None, "none"):
         return None
@@ -144,12 +144,9 @@ def _draft_vocabulary(given: LLMConfig, draft: Path | Drafting, config: ModelCon
             return None
         raise InputError(f"draft tokens {name}: the drafter is an object, which drafts what it likes")
     path = draft / DRAFT_TOKENS if name == "auto" else Path(name).expanduser()
-    is_divided = given.layout.wide(config.vocab_size).axes
-    if name == "auto" and (is_divided or not path.exists()):
+    if name == "auto" and not path.exists():
         return None
-    if is_divided:
-        raise InputError(f"draft tokens {path}: the target's head is cut over devices, and is drafted with whole")
-    return jnp.asarray(read_draft_tokens(path, config.vocab_size))
+    return read_draft_tokens(path, config.vocab_size)
 
 
 def _files(given: LLMConfig, directory: Path) -> ModelFiles:
@@ -192,18 +189,14 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
         log.warning("products of weights without Triton kernels: %s", reason)
     drafters: list[Drafting] = []
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
-        if not isinstance(draft, Path):
-            drafters.append(placed_drafter(draft, target, given.layout.mesh(), given.dtype_name))
-            continue
-        overrides = _overrides(given, draft, directory)
-        drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize, overrides)
-        drafter = packed(without_copies(drafter, target), given.dtype_name)
-        if ids is not None:
-            if isinstance(drafter, Drafter) and drafter.config.draft_vocab_size is not None:
-                ids = jnp.asarray(np.intersect1d(ids, drafter.head_ids[...]))
-                if not len(ids):
-                    raise InputError(f"draft tokens {given.draft_tokens}: the drafter's head has none of them")
-            drafter.vocabulary = shortlist(ids, head_owner(drafter, target), given.dtype_name)
+        if isinstance(draft, Path):
+            overrides = _overrides(given, draft, directory)
+            drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize, overrides)
+            drafter = packed(without_copies(drafter, target), given.dtype_name)
+        else:
+            drafter = placed_drafter(draft, target, given.layout.mesh(), given.dtype_name)
+        if isinstance(drafter, Drafter | Mtp):
+            drafter.vocabulary = draft_vocabulary(drafter, ids, target, given.dtype_name)
         drafters.append(drafter)
     return target, tuple(drafters)
 
@@ -235,7 +228,11 @@ def without_copies(drafter: D, target: Decoder) -> D:
     if not isinstance(drafter, Drafter):
         return drafter
     config, embed = drafter.config, target.embed[...]
-    head = embed if target.config.tied_embeddings else target.head[...]
+
+    def head() -> jax.Array | PackedWeight:
+        if config.draft_vocab_size is not None:
+            return head_rows(target, drafter.head_ids[...], target.layout)
+        return embed if target.config.tied_embeddings else target.head[...]
 
     def is_copy(own: jax.Array, table) -> bool:
         table = table.dense() if isinstance(table, PackedWeight) else table
@@ -244,7 +241,7 @@ def without_copies(drafter: D, target: Decoder) -> D:
     config = replace(
         config,
         own_embedding=config.own_embedding and not is_copy(drafter.embed[...], embed),
-        own_head=config.own_head and not is_copy(drafter.head[...], head),
+        own_head=config.own_head and not is_copy(drafter.head[...], head()),
     )
     if config == drafter.config:
         return drafter
@@ -259,9 +256,55 @@ def head_owner(drafter: Drafting | None, target: Decoder) -> Drafter | Decoder:
     return drafter if isinstance(drafter, Drafter) and drafter.config.own_head else target
 
 
-def shortlist(ids: jax.Array, owner: Drafter | Decoder, dtype: str) -> DraftVocabulary:
-    """The tokens ``ids`` with their rows of a head."""
-    return packed(DraftVocabulary(ids, owner.head_rows(ids), owner.backend), dtype)
+def head_rows(owner: Drafter | Decoder, ids: jax.Array | np.ndarray, layout: Layout) -> jax.Array:
+    """The rows of the tokens ``ids`` int [N] of a head, which may be divided, on every device: [N, H]."""
+    specs = jax.tree.unflatten(jax.tree.structure(owner), parameter_specs(owner))
+    options = {"mesh": layout.mesh(), "in_specs": (specs, PartitionSpec()), "out_specs": PartitionSpec()}
+    rows = jax.shard_map(lambda owner, ids: owner.head_rows(ids), **options, check_vma=False)
+    return jax.jit(rows)(owner, ids)
+
+
+def draft_vocabulary(
+    drafter: Drafter | Mtp,
+    ids: np.ndarray | jax.Array | None,
+    target: Decoder,
+    dtype: str,
+    other: Drafting | None = None,
+) -> DraftVocabulary | None:
+    """The tokens that a drafter drafts, with their rows of its head.
+
+    Args:
+        drafter: The drafter, without copies of the target's tables.
+        ids: The only tokens to draft, int [N], ascending; None for all that its head has.
+        target: The target.
+        dtype: Dtype of the rows.
+        other: A drafter that may have what is asked for already.
+
+    Returns:
+        None where the head that it drafts with has these tokens and no others.
+
+    Raises:
+        InputError: Its head has none of ``ids``.
+    """
+    owner = head_owner(drafter, target)
+    if isinstance(drafter, Drafter) and drafter.config.draft_vocab_size is not None:
+        of_head = drafter.head_ids[...]
+        if ids is not None:
+            ids = np.intersect1d(ids, of_head)
+            if not len(ids):
+                raise InputError(f"none of the draft tokens is among the {len(of_head)} of the drafter's head")
+        elif owner is target:
+            ids = of_head
+    if ids is None:
+        return None
+    known = vocabulary_of(other)
+    if known is not None and owner is head_owner(other, target) and np.array_equal(known.ids[...], ids):
+        return known
+    layout = target.layout
+    rows = head_rows(owner, ids, layout)
+    if isinstance(ids, np.ndarray):
+        ids = place(ids.astype(np.int32), NamedSharding(layout.mesh(), PartitionSpec()))
+    return packed(DraftVocabulary(ids, rows, owner.backend), dtype)
 
 
 def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:

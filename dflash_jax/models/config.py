@@ -341,7 +341,7 @@ class DraftConfig:
         own_embedding: Whether it has an embedding of its own, which its tensors tell; else it uses the target's.
         own_head: The same of its head.
         own_mask: Whether a learned embedding, which is no row of the table, stands at the places of the drafts.
-        draft_vocab_size: Tokens that its own head has; None for all.
+        draft_vocab_size: Tokens that its head has, its own or the target's rows for them; None for all.
         is_shifted: Whether a place drafts the token after it, in place of the token at it. Then the last known token's
             place drafts, too, and blocks are always computed in their trained size.
         conv: Convolutions around the sublayers; None for none.

@@ -212,11 +212,9 @@ class Decoder(nnx.Module):
         return project(self.backend, hidden, head, dtype=jnp.float32)
 
     def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
-        """The head's rows of the tokens ``ids`` int [N]; float32 where the head is packed.
-
-        The head must not be divided over devices.
-        """
-        return (self.embed if self.config.tied_embeddings else self.head)[...][ids]
+        """The head's rows of the tokens ``ids`` int [N]; float32 where the head is packed."""
+        table = self.embed if self.config.tied_embeddings else self.head
+        return look_up(table[...], ids[None], self.vocab)[0]
 
     def _angles(self, positions: Int[Array, "B T"] | Int[Array, "3 B T"]) -> Angles:
         """Rotary angles of the positions, for each `RopeSpec` of the layers."""

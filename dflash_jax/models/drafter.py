@@ -254,13 +254,14 @@ class Drafter(nnx.Module):
         norm: Final norm.
         embed: Its own embeddings, [V, H]; absent where it uses the target's.
         head: Its own head, [V, H], or of the tokens ``head_ids`` only, [N, H]; absent where it uses the target's.
-        head_ids: The tokens of its own head, int32 [N], ascending; absent where these are all.
+        head_ids: The tokens of its head, int32 [N], ascending; absent where these are all.
         mask: Embedding of the places of the drafts, [H]; absent where that is the mask token's.
         selector: What chooses drafts from candidates; absent where each place takes its own best token.
         confidence: Weights of the drafts' probabilities, [1, H] or, with the token before each, [1, H + R]; absent
             without such a head.
         confidence_bias: [1].
-        vocabulary: The tokens that are drafted; None for all that its head has.
+        vocabulary: The tokens that are drafted; None for all that its own head has. A reduced head that is not its own
+            is one of these, with rows of the target's.
     """
 
     def __init__(
@@ -347,7 +348,8 @@ class Drafter(nnx.Module):
 
     def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
         """The own head's rows of the tokens ``ids``, as `Decoder.head_rows`."""
-        return self.head[...][self._rows(ids)]
+        vocab = self.vocab if self.config.draft_vocab_size is None else UNSHARDED
+        return look_up(self.head[...], self._rows(ids)[None], vocab)[0]
 
     def _rows(self, tokens: Int[Array, "*n"]) -> Int[Array, "*n"]:
         """The rows of the tokens in the own head, and among the selector's successors."""
@@ -440,6 +442,7 @@ class Drafter(nnx.Module):
         if self.vocabulary is not None:
             logits, ids = self.vocabulary.logits(hidden), self.vocabulary.ids[...]
         else:
+            assert config.own_head or config.draft_vocab_size is None, "a reduced head has the target's rows"
             logits, ids = heads.logits(hidden), None if config.draft_vocab_size is None else self.head_ids[...]
         logits, scores = self.scaled(logits), None
         if config.selector is None:

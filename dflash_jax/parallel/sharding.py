@@ -92,12 +92,15 @@ class AxisSharding:
         return ids, values
 
     def top_k(self, x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """The k largest of x [..., part] and their indices in the undivided dimension, [..., k] each."""
+        """The k largest of x [..., part] and their indices in the undivided dimension, [..., k] each.
+
+        Where the dimension has fewer, all of them.
+        """
         values, ids = jax.lax.top_k(x, min(k, x.shape[-1]))
         if not self.axes:
             return values, ids
         values, ids = self.gather(values, -1), self.gather(ids + self.index() * x.shape[-1], -1)
-        values, order = jax.lax.top_k(values, k)
+        values, order = jax.lax.top_k(values, min(k, values.shape[-1]))
         return values, jnp.take_along_axis(ids, order, axis=-1)
 
     def local(self, ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

@@ -7,9 +7,8 @@ import numpy as np
 
 from dflash_jax.checkpoint.files import writing
 from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import check_target
+from dflash_jax.checkpoint.load import DRAFT_TOKENS, check_target
 from dflash_jax.frontend.llm_config import TINY
-from dflash_jax.frontend.loading import DRAFT_TOKENS
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel import distributed

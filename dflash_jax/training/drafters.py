@@ -28,6 +28,11 @@ from dflash_jax.parallel.sharding import parameter_paths
 MASK = "<|mask|>"
 # Places of a block that an MTP head is trained for, by default and at most.
 MTP_BLOCK_SIZE, MAX_MTP_BLOCK_SIZE = 4, 8
+# Options of numbers of a part, and the options that give a drafter the part.
+NUMBERS_OF_PARTS = {
+    **dict.fromkeys(("convolution_taps", "convolution_group"), "convolutions"),
+    **dict.fromkeys(("rank", "candidates"), "selector or markov"),
+}
 
 
 def fresh_config(config: TrainConfig, llm: LLM) -> dict:
@@ -91,6 +96,9 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     """
     if config.mtp:
         mtp_block_size(config)
+        for name in ("convolutions", "selector", "markov", "confidence", *NUMBERS_OF_PARTS):
+            if (value := getattr(config, name)) != FIELDS[name].default:
+                raise InputError(f"{name} {value}: with mtp there is none, since an MTP head has no such part")
         given = (
             llm.directory
             if config.draft in (None, "mtp")
@@ -115,8 +123,22 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     if source is not None:
         check_numbers(config, parsed, source)
     raw = with_parts(config, raw, parsed)
-    check_trainable(dflash.read_config(raw))
+    draft = dflash.read_config(raw)
+    check_trainable(draft)
+    for name, part in NUMBERS_OF_PARTS.items():
+        if getattr(config, name) != FIELDS[name].default and name not in part_numbers(draft):
+            raise InputError(f"{name} {getattr(config, name)}: it comes with {part}")
     return raw
+
+
+def part_numbers(draft: DraftConfig) -> dict[str, int]:
+    """The numbers of a drafter's convolutions and selector, by the options of training that give them."""
+    numbers = {}
+    if draft.conv is not None:
+        numbers |= {"convolution_taps": draft.conv.taps, "convolution_group": draft.conv.group}
+    if draft.selector is not None:
+        numbers |= {"rank": draft.selector.rank, "candidates": draft.selector.top_k}
+    return numbers
 
 
 def with_parts(config: TrainConfig, raw: dict, draft: DraftConfig) -> dict:
@@ -194,6 +216,7 @@ def check_numbers(config: TrainConfig, draft: DraftConfig, source: str) -> None:
         "intermediate_size": draft.layers[0].intermediate_size,
         "sliding_window": windows[0] if windows else None,
         "mask_token_id": draft.mask_token_id,
+        **part_numbers(draft),
     }
     for name, value in actual.items():
         if (given := getattr(config, name)) not in (FIELDS[name].default, value):

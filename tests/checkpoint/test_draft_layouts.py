@@ -119,6 +119,38 @@ def test_configs_of_older_versions_of_speculators_are_read_with_the_places_of_df
     assert (read.is_shifted, read.block_size) == (False, 6)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_missing_keys_of_speculators_layers_are_the_defaults_of_their_model_type(model_type):
+    """The layers are Qwen3's, with norms of queries and keys, whatever type their config has."""
+    expected = pytest.importorskip("transformers").AutoConfig.for_model(model_type)
+    raw = speculators("dflash", draft_vocab_size=None)
+    raw["transformer_layer_config"] = {"model_type": model_type, "num_hidden_layers": 2}
+    read = dflash.read_config(raw)
+    attention = read.layers[0].attention
+    assert (read.vocab_size, read.hidden_size) == (expected.vocab_size, expected.hidden_size)
+    assert (read.max_positions, read.norm_eps) == (expected.max_position_embeddings, expected.rms_norm_eps)
+    assert attention.rope.theta == expected.rope_parameters["rope_theta"]
+    heads = (expected.num_attention_heads, expected.num_key_value_heads, expected.head_dim)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == heads
+    assert [(layer.intermediate_size, layer.window) for layer in read.layers] == [
+        (expected.intermediate_size, None)
+    ] * 2
+    assert attention.qk_norm
+    raw["transformer_layer_config"]["model_type"] = "gemma3_text"
+    with pytest.raises(InputError, match=r"model_type is 'gemma3_text': known are qwen3 and llama"):
+        dflash.read_config(raw)
+
+
+@pytest.mark.parametrize("layers", [[FULL, FULL], None])
+def test_a_window_that_no_layer_of_speculators_has_changes_nothing(layers):
+    """Without names of layers those from `max_window_layers` slide, as in Qwen3Config."""
+    raw = speculators("dflash")
+    raw["transformer_layer_config"] |= {"layer_types": layers, "use_sliding_window": True}
+    assert [layer.window for layer in dflash.read_config(raw).layers] == [None, None]
+    raw["transformer_layer_config"] |= {"layer_types": None, "max_window_layers": 1}
+    assert [layer.window for layer in dflash.read_config(raw).layers] == [None, 9]
+
+
 def test_drafters_of_speculators_rotate_whole_heads():
     """Its configs have their target's rotary embedding, and its layers rotate whole heads whatever these say."""
     raw = speculators("dflash")
@@ -167,11 +199,30 @@ def test_a_reduced_vocabulary_is_read_and_written(kind, tmp_path):
     assert_same(drafter, load_drafter(tmp_path / "again"))
 
 
+@pytest.mark.parametrize("kind", ["d2t", "t2d", "both"])
+def test_a_head_of_all_tokens_may_say_so(kind, tmp_path):
+    """With the tensors of a reduced head, where these name every token in order."""
+    head = np.random.default_rng(1).standard_normal((VOCAB, HIDDEN)).astype(np.float32)
+    tensors = tensors_of("dflash") | {"lm_head.weight": head}
+    said = {"d2t": np.zeros(VOCAB, np.int64), "t2d": np.ones(VOCAB, bool)}
+    said = said if kind == "both" else {kind: said[kind]}
+    found = load_drafter(written(speculators("dflash"), tensors | said, tmp_path / "said"))
+    assert_same(found, load_drafter(written(speculators("dflash"), tensors, tmp_path / "plain")))
+    assert found.config.draft_vocab_size is None
+    for name, array in said.items():
+        other = array.copy()
+        other[-1] = not other[-1]
+        with pytest.raises(InputError, match=rf"unexpected '{name}' \[{VOCAB}\]"):
+            load_drafter(written(speculators("dflash"), tensors | {name: other}, tmp_path / "other"))
+    bad = tensors | {"norm.weight": np.ones(HIDDEN, bool)}
+    with pytest.raises(InputError, match=r"'norm.weight' has dtype BOOL: it must have floating-point"):
+        load_drafter(written(speculators("dflash"), bad, tmp_path / "bad"))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"d2t": None}, "no tensor d2t: draft_vocab_size is 8 of 53 tokens"),
-        ({"lm_head.weight": None}, "no tensor lm_head.weight"),
         ({"d2t": np.zeros(8, np.float32)}, "'d2t' has dtype F32: it must have whole numbers"),
         ({"d2t": np.arange(8)[::-1].copy()}, "d2t gives tokens that do not ascend"),
         ({"d2t": np.arange(9)}, r"'d2t' has shape \[9\], it must be \[8\]"),

@@ -15,9 +15,7 @@ from dflash_jax.cli import train
 from dflash_jax.decoding.sampling import draw
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm_config import TINY, LLMConfig
-from dflash_jax.frontend.loading import Checkpoint
-from dflash_jax.parallel.sharding import Layout
+from dflash_jax.frontend.llm_config import TINY
 from tests.tiny import VOCAB, sampling
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
@@ -112,11 +110,6 @@ def test_the_drafters_own_list_is_taken_unless_told_otherwise(tmp_path):
     for other in (load_drafter(TINY / "draft"), LLM().drafter, llm.drafter):
         assert llm.with_drafter(other).drafter.vocabulary is llm.drafter.vocabulary
     assert LLM().with_drafter(llm.drafter).drafter.vocabulary is None
-    # A head that is cut is drafted with whole.
-    cut = Layout.parse("tensor=2")
-    assert Checkpoint.read(LLMConfig(TINY / "target", draft, mesh=cut)).draft_vocabularies == (None,)
-    with pytest.raises(InputError, match="cut over devices"):
-        Checkpoint.read(LLMConfig(TINY / "target", draft, mesh=cut, draft_tokens=draft / "draft_tokens.json"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint import orbax
 from dflash_jax.checkpoint.load import load_drafter, open_any
 from dflash_jax.errors import InputError
+from dflash_jax.frontend import loading
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE
@@ -145,5 +146,67 @@ def test_a_shortlist_has_tokens_of_its_head_only(plain, draft, tmp_path):
     assert answers(llm, 8) == plain
     if reduced:
         (tmp_path / "none.json").write_text(json.dumps([int(np.setdiff1d(np.arange(VOCAB), IDS)[0])]))
-        with pytest.raises(InputError, match="the drafter's head has none of them"):
+        with pytest.raises(InputError, match="none of the draft tokens is among the 200 of the drafter's head"):
             LLM(None, draft, draft_tokens=tmp_path / "none.json")
+
+
+def with_head(path, rows: np.ndarray | None, ids: np.ndarray = IDS):
+    """The bundled drafter with a head of the tokens ``ids``, whose rows are ``rows``; None for none in the files."""
+    directory = shutil.copytree(TINY / "draft", path)
+    raw = json.loads((directory / "config.json").read_text())
+    raw["dflash_config"]["draft_vocab_size"] = len(ids)
+    (directory / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(directory / "model.safetensors") | {"d2t": ids - np.arange(len(ids))}
+    save_file(tensors if rows is None else tensors | {"lm_head.weight": rows}, directory / "model.safetensors")
+    return directory
+
+
+def drafted(llm) -> list:
+    return [(c.token_ids, c.acceptance_lengths) for c in llm.generate(PROMPTS, PARAMS, block_size=8)]
+
+
+def bytes_of(draft) -> int:
+    """Of a drafter's arrays in bfloat16, which are not packed, each once."""
+    leaves = jax.tree.leaves(LLM(None, draft, dtype="bfloat16").drafter)
+    return sum({id(x): x.nbytes for x in leaves}.values())
+
+
+def planned(draft) -> int:
+    options = {"dtype": jnp.bfloat16, "slots": 1, "max_len": 1024, "context": 512, "acceptance_length": 3, "block": 8}
+    shapes = read_shapes(str(TINY / "target"), str(draft))
+    return make_plan(shapes, ONE_DEVICE, DEVICES["h100"], **options)["bytes_per_device"]["drafter"]
+
+
+def test_a_reduced_head_of_the_targets_rows_is_a_shortlist_and_any_other_stays(tmp_path, monkeypatch):
+    head = np.asarray(LLM(dtype="bfloat16").target.head_rows(jnp.asarray(IDS)))
+    others = head.copy()
+    others[3] *= 2
+    paths = [with_head(tmp_path / name, rows) for name, rows in (("same", head), ("none", None), ("other", others))]
+    (same, none, other) = (LLM(None, path) for path in paths)
+    assert [llm.drafter.config.own_head for llm in (same, none, other)] == [False, False, True]
+    assert [llm.drafter.vocabulary is None for llm in (same, none, other)] == [False, False, True]
+    assert same.drafter.vocabulary.ids[...].tolist() == IDS.tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "without_copies", lambda drafter, target: drafter)
+        own = LLM(None, paths[0])
+    assert own.drafter.config.own_head
+    text = drafted(own)
+    assert drafted(same) == drafted(none) == text
+    assert drafted(other)[0][0] == text[0][0]
+    # From memory, beside another drafter, and beside a list.
+    again = LLM().with_drafter(same.drafter)
+    assert not again.drafter.config.own_head
+    assert drafted(again) == drafted(LLM().with_drafter(load_drafter(paths[0]))) == text
+    # In memory once, as the plan counts it.
+    assert {planned(path) for path in paths} == {bytes_of(path) for path in paths}
+    with_list = shutil.copytree(paths[1], tmp_path / "list")
+    (with_list / "draft_tokens.json").write_text(json.dumps(IDS[:50].tolist()))
+    assert LLM(None, with_list).drafter.vocabulary.ids[...].tolist() == IDS[:50].tolist()
+    assert bytes_of(paths[0]) - bytes_of(with_list) == (DRAFTED - 50) * 2 * HIDDEN - 50 * 4
+    assert LLM(None, with_list, draft_tokens="none").drafter.vocabulary.ids[...].tolist() == IDS.tolist()
+
+
+def test_a_plan_counts_the_list_in_the_drafters_directory(tmp_path):
+    directory = shutil.copytree(TINY / "draft", tmp_path / "draft")
+    (directory / "draft_tokens.json").write_text(json.dumps(IDS.tolist()))
+    assert planned(directory) == bytes_of(directory) == planned(TINY / "draft") + DRAFTED * (2 * HIDDEN + 4)

@@ -1,5 +1,6 @@
 """Eight devices give one device's tokens. Collected by `test_mesh.py` only, in a process that has eight CPU devices."""
 
+import json
 import random
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.slots import Slots
 from dflash_jax.frontend.compare import divergence
+from dflash_jax.frontend.loading import draft_vocabulary
 from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
@@ -162,8 +164,10 @@ def test_draws_from_some_tokens_and_best_candidates_are_those_of_one_device():
         mode = sampling_mode(rows)
         part = best_candidates(some, rows, positions, mode, 4, ids)
         whole = best_candidates(logits, rows, positions, mode, 4)
+        # More than a device's part has, and more than there are.
+        many = [rows.vocab.top_k(logits, VOCAB + n) for n in (-1, 5)]
         drawn = draw(some, rows, positions, mode, ids=ids)[0]
-        return drawn, part.tokens, part.scores, whole.tokens, whole.scores
+        return drawn, part.tokens, part.scores, whole.tokens, whole.scores, *jax.tree.leaves(many)
 
     expected = jax.jit(all_of)(logits, logits[..., ids], alone, positions)
     mapped = jax.shard_map(all_of, mesh=layout.mesh(), in_specs=in_specs, out_specs=spec("data"), check_vma=False)
@@ -262,12 +266,20 @@ PARAMETERS = {
 }
 
 
-def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text():
-    """In eight bits: one scale of a row of `down` is on all devices."""
+def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_path):
+    """In eight bits: one scale of a row of `down` is on all devices. The drafter drafts from a list."""
     sampled = SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24)
     # One device without the drafter, which changes no text: fewer programs.
     one = LLM(draft=None, quantize="int8")
-    eight = LLM(mesh="tensor=8", decode_context_parallel_size=4, block_size=8, quantize="int8")
+    listed = list(range(0, 512, 2))
+    (tmp_path / "ids.json").write_text(json.dumps(listed))
+    options = {"decode_context_parallel_size": 4, "block_size": 8, "draft_tokens": tmp_path / "ids.json"}
+    eight = LLM(mesh="tensor=8", quantize="int8", **options)
+    rows, ids = jax.tree.leaves(eight.drafter.vocabulary)
+    assert lies(ids)
+    assert lies(rows)
+    np.testing.assert_array_equal(ids, listed)
+    np.testing.assert_array_equal(rows, np.asarray(one.target.head_rows(jnp.asarray(listed))))
     leaves = dict(zip(parameter_paths(eight.target), jax.tree.leaves(eight.target), strict=True))
     for path, expected in PARAMETERS.items():
         parts = [path] if path in leaves else [f"{path}.values", f"{path}.scale"]
@@ -279,8 +291,35 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text():
         # With the drafter, and without it.
         for block_size in (8, 1):
             (found,) = eight.generate(["def f("], params, block_size=block_size)
+            assert block_size == 1 or max(found.acceptance_lengths) > 1
             parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
             assert parting is None or parting.is_tie
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("reduced", [None, 10], ids=["whole", "reduced"])
+def test_a_list_of_tokens_has_the_rows_of_the_head_that_drafts(layout, reduced):
+    """Of the target's head, which is divided, and of the drafter's own: all of the vocabulary, or some tokens of it."""
+    target = random_decoder(family_config("qwen3_5_moe"))
+    of_head, ids = np.arange(1, VOCAB, 2)[:reduced], np.array([1, 2, 5, VOCAB - 1])
+    config = replace(tiny_draft_config(target.config), vocab_size=VOCAB, draft_vocab_size=reduced)
+    for own in (True, False):
+        drafter = random_drafter(replace(config, own_head=own), seed=1)
+        if reduced:
+            drafter.head_ids[...] = jnp.asarray(of_head, jnp.int32)
+        cut, divided = on(layout, drafter, abstract_drafter), on(layout, target, abstract_decoder)
+        for listed in (None, ids):
+            expected, found = (
+                draft_vocabulary(d, listed, t, "bfloat16") for d, t in ((drafter, target), (cut, divided))
+            )
+            if listed is None and (own or reduced is None):
+                assert expected is found is None
+                continue
+            wanted = np.intersect1d(of_head if listed is None else ids, of_head if reduced else ids)
+            assert expected.ids[...].tolist() == wanted.tolist()
+            assert lies(found.head[...])
+            for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.long

@@ -142,7 +142,8 @@ def llm():
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm, tmp_path):
-    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), rank=8, candidates=4, **PARTS[kind])
+    numbers = {} if kind == "convolutions" else {"rank": 8, "candidates": 4}
+    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), **numbers, **PARTS[kind])
     raw = raw_config(config, llm)
     given, drafter = load_drafter(TINY / "draft"), starting_drafter(config, raw, llm.target, llm.directory)
     assert drafter.config == dflash.read_config(raw)
@@ -191,7 +192,7 @@ def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
         "block_size": block_size,
     }
     (tmp_path / "draft.json").write_text(json.dumps(given))
-    config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), rank=4, **options)
+    config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), **options)
     before, after = dflash.read_config(given), dflash.read_config(raw_config(config, llm))
     added = {"conv": None, "selector": None}
     assert after != before
@@ -221,6 +222,7 @@ def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm)
     [
         ({"selector": True, "markov": "gated"}, "selector and markov 'gated': a drafter has one of them"),
         ({"confidence": True}, "confidence: it comes with markov"),
+        ({"mtp": True, "rank": 8}, "rank 8: with mtp there is none"),
         ({"convolutions": True, "convolution_group": 7}, "conv_group_size is 7: it must divide hidden_size, 192"),
     ],
 )
@@ -246,6 +248,33 @@ def test_forms_that_are_not_trained_are_named(keys, says, llm, tmp_path):
     config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), **options)
     with pytest.raises(InputError, match=says):
         raw_config(config, SimpleNamespace(config=llm.config))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rank": 5}, "rank 5: that of .* is 4, and stays"),
+        ({"candidates": 7}, "candidates 7: that of .* is 6, and stays"),
+        ({"convolution_taps": 3, "convolutions": True}, "convolution_taps 3: that of .* is 4, and stays"),
+        ({"convolution_group": 8}, "convolution_group 8: that of .* is 24, and stays"),
+    ],
+)
+def test_numbers_of_parts_that_a_drafter_has_stay(options, says, llm, tmp_path):
+    raw = json.loads((TINY / "draft" / "config.json").read_text())
+    parts = {"selector_rank": 4, "selector_top_k": 6, "conv_kernel_size": 4, "conv_group_size": 24}
+    (tmp_path / "draft.json").write_text(json.dumps(raw | {"dflash_config": raw["dflash_config"] | parts}))
+
+    def read(path, **options):
+        config = TrainConfig(data=("x",), output="y", draft_config=str(path), **options)
+        return raw_config(config, SimpleNamespace(config=llm.config))
+
+    with pytest.raises(InputError, match=says):
+        read(tmp_path / "draft.json", **options)
+    equal = {"rank": 4, "candidates": 6, "convolution_taps": 4, "convolution_group": 24}
+    read(tmp_path / "draft.json", selector=True, convolutions=True, **equal)
+    (name,) = options.keys() - {"convolutions"}
+    with pytest.raises(InputError, match=f"{name} {options[name]}: it comes with (convolutions|selector or markov)"):
+        read(TINY / "draft" / "config.json", **{name: options[name]})
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "gated"])

@@ -1,6 +1,6 @@
 """DFlash, DFlash2 and DSpark drafters: their ``config.json`` and weight names, in every published layout."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, TypeGuard
@@ -136,9 +136,9 @@ def read_taps(merged: Raw, depth: int) -> tuple[int, ...]:
 def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     """Window and causality of every layer.
 
-    Sliding layers are those of ``layer_types``; where that names none, ``use_swa`` makes all layers slide. Causality
-    within the block is ``is_causal``, else ``causal``, else ``causal_head`` (JetSpec's, for all layers), else the
-    sliding layers are causal.
+    Sliding layers are those of ``layer_types``; where that names none, ``use_swa`` makes all layers slide. Without
+    either, ``use_sliding_window`` is refused. Causality within the block is ``is_causal``, else ``causal``, else
+    ``causal_head`` (JetSpec's, for all layers), else the sliding layers are causal.
 
     Args:
         merged: The config with the keys of ``dflash_config`` over those at top level.
@@ -150,7 +150,8 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     Raises:
         InputError: A value is invalid, or a window is missing.
     """
-    kinds = merged.words("layer_types", []) or ["full_attention"] * depth
+    named = merged.words("layer_types", [])
+    kinds = named or ["full_attention"] * depth
     if len(kinds) != depth:
         raise InputError(f"the drafter's layer_types has {len(kinds)} entries, num_hidden_layers is {depth}")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -163,12 +164,13 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
         sliding = [True] * depth
     window = None
     merged.allow("swa_window_size")
+    # Where the layers are named, or swa_window_size wins, these are not read.
+    merged.allow("sliding_window")
+    merged.allow("use_sliding_window")
     if not any(sliding):
-        refuse_window(merged)
+        if not named:
+            refuse_window(merged)
     else:
-        # Where swa_window_size wins, sliding_window is not read.
-        merged.allow("sliding_window")
-        merged.allow("use_sliding_window")
         window = merged.integer("swa_window_size", None) or merged.integer("sliding_window", None)
         if window is None:
             raise InputError(
@@ -326,16 +328,22 @@ def read_config(raw: dict) -> DraftConfig:
 def with_tables(config: DraftConfig, raw: dict, names: Collection[str]) -> DraftConfig:
     """``config`` with the embedding, the head and the mask's embedding that are among a checkpoint's tensors ``names``.
 
-    A head that is tied to an embedding of the drafter's own is that table.
+    A head that is tied to an embedding of the drafter's own is that table. A reduced head without rows in the files has
+    the target's.
+
+    Args:
+        config: What `read_config` read.
+        raw: The drafter's ``config.json``.
+        names: The tensors; empty where there are no files.
 
     Raises:
-        InputError: The tensors of a reduced vocabulary are missing.
+        InputError: The tokens of a reduced vocabulary are missing.
     """
-    embedding = any(name in names for name in EMBEDDINGS)
-    head = HEAD in names or (embedding and Raw(raw).flag("tie_word_embeddings"))
-    if config.draft_vocab_size is not None and (missing := [name for name in (TOKENS, HEAD) if name not in names]):
+    embedding, is_whole = any(name in names for name in EMBEDDINGS), config.draft_vocab_size is None
+    head = HEAD in names or (embedding and is_whole and Raw(raw).flag("tie_word_embeddings"))
+    if names and not is_whole and TOKENS not in names:
         right = f"draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size} tokens"
-        raise InputError(f"the drafter has no tensor {missing[0]}: {right}")
+        raise InputError(f"the drafter has no tensor {TOKENS}: {right}")
     return replace(config, own_embedding=embedding, own_head=head, own_mask=MASK in names)
 
 
@@ -401,9 +409,18 @@ def _selector_entries(config: DraftConfig, spec: SelectorSpec, drafted: int, nam
     return entries
 
 
-def is_skipped(config: DraftConfig, name: str) -> bool:
-    """Whether a tensor follows from others: which tokens of the target a reduced head has."""
-    return name == DERIVED and config.draft_vocab_size is not None
+def is_skipped(config: DraftConfig, name: str, read: Callable[[str], np.ndarray]) -> bool:
+    """Whether a tensor follows from the others: which tokens a reduced head has, or that a head has all in order.
+
+    Args:
+        config: The drafter's configuration.
+        name: The tensor.
+        read: Reads a tensor.
+    """
+    if config.draft_vocab_size is not None or name not in (TOKENS, DERIVED):
+        return name == DERIVED and config.draft_vocab_size is not None
+    array = read(name)
+    return array.shape == (config.vocab_size,) and bool((array == (name == DERIVED)).all())
 
 
 def _tokens(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -6,7 +6,8 @@ Sources: speculators 0.9.0 (``models/{dflash,dflash2,dspark}/config.py``), DeepS
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.reading import Raw, shown
 
-# Values of transformers' Qwen3Config: a speculators config has only what differs from them.
+# A speculators config has what differs from the defaults of transformers' config of its layers' model type. Its layers
+# are Qwen3's, with norms of queries and keys, whatever the type.
 QWEN3 = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -21,7 +22,21 @@ QWEN3 = {
     "rope_theta": 10000.0,
     "sliding_window": 4096,
     "use_sliding_window": False,
+    "max_window_layers": 28,
 }
+LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "use_sliding_window": False,
+}
+LAYER_DEFAULTS = {"qwen3": QWEN3, "llama": LLAMA}
 # Keys of a speculators config beside the layers', with the kinds that have them.
 SPECULATORS = {
     "dflash": (),
@@ -74,7 +89,11 @@ def _speculators(raw: dict) -> dict:
     kind = raw["speculators_model_type"]
     given = Raw(raw, kind)
     layers = Raw(given.section("transformer_layer_config"), kind)
-    merged = QWEN3 | {key: value for key, value in layers.items() if value is not None and key not in OF_TARGET}
+    if (model_type := layers.get("model_type", "qwen3")) not in LAYER_DEFAULTS:
+        known = " and ".join(LAYER_DEFAULTS)
+        raise InputError(f"transformer_layer_config.model_type is {shown(model_type)}: known are {known}")
+    defaults = LAYER_DEFAULTS[model_type]
+    merged = defaults | {key: value for key, value in layers.items() if value is not None and key not in OF_TARGET}
     own: dict = {key: given.get(key) for key in SPECULATORS[kind] if given.get(key) is not None}
     own = {"dflash2": DFLASH2_DEFAULTS, "dspark": DSPARK_DEFAULTS}.get(kind, {}) | own
     own["target_layer_ids"] = _taps(given.get("aux_hidden_state_layer_ids"))
@@ -91,8 +110,12 @@ def _speculators(raw: dict) -> dict:
         own["draft_vocab_size"] = drafted
     rope = Raw(merged).section("rope_parameters")
     merged["rope_parameters"] = _whole_heads(Raw(rope).section("sliding_attention") or rope)
-    if not merged["use_sliding_window"] and "sliding_attention" not in (merged.get("layer_types") or ()):
-        merged["sliding_window"] = None
+    if not merged.get("layer_types"):
+        # As Qwen3Config names its layers; a window of any other is not used.
+        depth, full = Raw(merged).need("num_hidden_layers"), Raw(merged).integer("max_window_layers", 0, minimum=0)
+        slides = Raw(merged).flag("use_sliding_window") and model_type == "qwen3"
+        kinds = ("full_attention", "sliding_attention")
+        merged["layer_types"] = [kinds[slides and i >= full] for i in range(depth)]
     for key in (*_SERVING, "transformer_layer_config", "speculators_model_type"):
         given.allow(key)
     given.refuse_unread()
