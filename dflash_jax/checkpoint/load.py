@@ -1,8 +1,9 @@
 """Loads modules from Hugging Face directories, and saves them."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend
-from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
 
 # The only token ids that a drafter drafts by default, in its directory.
 DRAFT_TOKENS = "draft_tokens.json"
@@ -65,7 +66,14 @@ def _open(
     return Source(config, entries, files, skipped, block)
 
 
-def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = None):
+def fill(
+    module,
+    source: Source,
+    dtype,
+    layout: Layout,
+    quantize: str | None = None,
+    given: Mapping[str, jax.Array] = MappingProxyType({}),
+):
     """Reads every parameter of an abstract module, one at a time.
 
     Args:
@@ -74,20 +82,24 @@ def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = N
         dtype: The parameters' dtype; None keeps each tensor's.
         layout: The mesh on which the parameters are placed.
         quantize: As in `load_target`.
+        given: Parameters by path that the checkpoint may lack.
 
     Raises:
         InputError: The table of weight names lacks a parameter.
     """
     by_path, mesh = {e.path: e for e in source.entries}, layout.mesh()
-    if missing := [path for path in parameter_paths(module) if path not in by_path]:
+    if missing := [path for path in parameter_paths(module) if path not in by_path and path not in given]:
         raise InputError(f"the table of weight names lacks {len(missing)} parameters of the model, first {missing[0]}")
     leaves, structure = jax.tree.flatten(module)
     arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:
         for path, leaf, spec, size in zip(parameter_paths(module), leaves, parameter_specs(module), sizes, strict=True):
+            sharding = NamedSharding(mesh, spec)
+            if path not in by_path:
+                arrays.append(place(np.asarray(given[path]).astype(leaf.dtype), sharding))
+                continue
             if by_path[path].shape != leaf.shape:
                 raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
-            sharding = NamedSharding(mesh, spec)
             arrays.append(spread(read_parameter(by_path[path], source, dtype, quantize, sharding), sharding))
             bar.update(size)
     return jax.tree.unflatten(structure, arrays)
@@ -103,7 +115,7 @@ def read_target_config(directory: Path, overrides: dict | None = None) -> ModelC
 
 
 def read_draft_config(directory: Path, overrides: dict | None = None) -> DraftConfig | MtpConfig:
-    """The configuration of a drafter's directory: a DFlash drafter's, or the MTP head's of a target.
+    """The configuration of a drafter's directory: a DFlash drafter's, an MTP head's or a target's with one.
 
     Raises:
         InputError: It is invalid, or of a target whose kind has no MTP head.
@@ -261,15 +273,48 @@ def open_drafter(
 
 
 def _open_head(directory: Path, raw: dict, config: MtpConfig) -> Source[MtpConfig]:
-    """Opens the MTP head of a target's checkpoint: all of its tensors, and the target's final norm."""
+    """Opens an MTP head: all of its tensors, and the target's final norm where the files have it.
+
+    A head alone may have copies of the target's tables beside it, which `check_copies` compares.
+    """
     norms = dict.fromkeys(mtp.FINAL_NORMS, "norm.weight")
     files = orbax.ExtraTensors(directory, norms) if orbax.is_orbax(directory) else TensorFiles(directory)
     prefix = mtp.head_prefix(files)
     if prefix is None:
         what = "is not a DFlash drafter, and has no MTP head"
         raise InputError(f"{directory} {what}: none of its tensors begins with {mtp.PREFIXES[0]}")
-    entries = mtp.weight_names(config, files)
-    return _open(directory, raw, config, entries, files, lambda name: not name.startswith(prefix))
+    # A conversion is of a whole target, whose other tensors are not among these.
+    entries, is_alone = mtp.weight_names(config, files), isinstance(files, TensorFiles) and mtp.is_alone(files)
+    if is_alone:
+        entries = [e for e in entries if e.path != "final_norm.weight" or e.tensors[0].name in files]
+    return _open(
+        directory, raw, config, entries, files, lambda n: n in mtp.TABLES if is_alone else not n.startswith(prefix)
+    )
+
+
+def check_copies(directory: Path, target: Path) -> None:
+    """Checks that the tables beside an MTP head alone are copies of the target's, with which the head drafts.
+
+    Args:
+        directory: The drafter's.
+        target: The target's.
+
+    Raises:
+        InputError: A table differs.
+    """
+    if orbax.is_orbax(directory) or not mtp.is_alone(files := TensorFiles(directory)):
+        return
+    targets = orbax.ExtraTensors(target, mtp.TABLES) if orbax.is_orbax(target) else TensorFiles(target)
+    for name in [name for name in mtp.TABLES if name in files]:
+        # A target without a head of its own has its embedding for one.
+        kinds = (mtp.TABLES[name], "embed")
+        found = next(n for kind in kinds for n, other in mtp.TABLES.items() if other == kind and n in targets)
+        table, of_target = files.read(name), targets.read(found)
+        pieces = range(0, len(table), 4096)
+        if table.shape != of_target.shape or any(
+            not np.array_equal(table[i : i + 4096], of_target[i : i + 4096]) for i in pieces
+        ):
+            raise InputError(f"{directory} has {name!r}, which is not the target's: MTP heads draft with the target's")
 
 
 def read_entries(directory: Path, names) -> list[Entry]:
@@ -323,18 +368,20 @@ def load_drafter(
     backend: Backend | None = None,
     quantize: str | None = None,
     overrides: dict | None = None,
+    final_norm: jax.Array | None = None,
 ) -> Drafter | Mtp:
     """Loads a drafter.
 
     Args:
-        directory: A Hugging Face directory, or one of `orbax.convert`: a DFlash drafter's, or that of a target with an
-            MTP head.
+        directory: A Hugging Face directory, or one of `orbax.convert`: a DFlash drafter's, that of a target with an
+            MTP head, or of such a head alone.
         dtype: The parameters' dtype.
         target: Configuration that the drafter must fit; None: unchecked.
         layout: The mesh.
         backend: Where it will run; this machine by default.
         quantize: Of an MTP head, as in `load_target`. DFlash drafters are never quantized.
         overrides: As in `load_target`.
+        final_norm: The target's, for an MTP head alone, whose files need not have it.
 
     Raises:
         InputError: The checkpoint is invalid or does not fit ``target``.
@@ -347,7 +394,11 @@ def load_drafter(
         quantize = None
         if orbax.is_orbax(directory):
             return orbax.load(module, directory, dtype, layout, None)
-    return fill(module, open_drafter(directory, target, overrides), dtype, layout, quantize)
+    source = open_drafter(directory, target, overrides)
+    given = {} if final_norm is None else {"final_norm.weight": final_norm}
+    if isinstance(config, MtpConfig) and not given and all(e.path != "final_norm.weight" for e in source.entries):
+        raise InputError(f"{directory} is an MTP head alone: give its target's final_norm, too")
+    return fill(module, source, dtype, layout, quantize, given)
 
 
 def save_module(

@@ -18,6 +18,7 @@ from dflash_jax.checkpoint.config_files import published_drafter
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     DRAFT_TOKENS,
+    check_copies,
     check_drafter,
     check_target,
     load_drafter,
@@ -191,7 +192,11 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
         if isinstance(draft, Path):
             overrides = _overrides(given, draft, directory)
-            drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize, overrides)
+            norm, quantize = target.norm.weight[...], given.quantize
+            options = (checkpoint.config, given.layout, backend, quantize, overrides, norm)
+            drafter = load_drafter(draft, dtype, *options)
+            if isinstance(drafter, Mtp):
+                check_copies(draft, directory)
             drafter = packed(without_copies(drafter, target), given.dtype_name)
         else:
             drafter = placed_drafter(draft, target, given.layout.mesh(), given.dtype_name)

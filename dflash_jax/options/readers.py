@@ -190,10 +190,6 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
                 f"{name}: {shown(key)} is not known: {suggestion(key if isinstance(key, str) else '', kinds)}"
             )
         check_type(f"{name}: {key}", value, kinds[key])
-    if METHODS[method] == "mtp" and given["model"] != "mtp":
-        raise InputError(
-            f"{name}: {method} drafts with the target's own MTP head: leave the model {shown(str(given['model']))} out"
-        )
     result = {option: given[key] for option, key in SPECULATIVE_KEYS.items() if key in given}
     if (count := given.get("num_speculative_tokens")) is not None:
         if count < 0:
@@ -222,18 +218,12 @@ def check_speculative_flags(
         return prefix + (name.replace("_", "-") if prefix else name)
 
     result: dict[str, Any] = {}
-    if method == "mtp":
-        if draft is not None:
-            check_type("draft", draft, str | Path)
-        if draft not in (None, "auto", "mtp"):
-            raise InputError(
-                f"{flag('speculative_algorithm')} drafts with the target's own MTP head: leave the drafter "
-                f"{shown(str(draft))} out"
-            )
+    # With a drafter, that is a head in a directory of its own.
+    if method == "mtp" and draft in (None, "auto"):
         result["draft"] = draft = "mtp"
     if steps is None:
         return result
-    if draft != "mtp":
+    if draft != "mtp" and method != "mtp":
         if steps != 1:
             message = f"{flag('speculative_num_steps')} is {shown(steps)}: DFlash drafts a block in one step"
             raise InputError(message)

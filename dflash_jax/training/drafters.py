@@ -10,7 +10,7 @@ from flax import nnx
 
 from dflash_jax.checkpoint.config_files import read_config_file
 from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import load_drafter, open_drafter, save_module
+from dflash_jax.checkpoint.load import check_copies, load_drafter, open_drafter, save_module
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.models import families
@@ -108,7 +108,7 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
         if not isinstance(parsed, MtpConfig):
             raise InputError(f"draft {config.draft}: it is a DFlash drafter, and mtp trains a target's MTP head")
         parsed.check_fits(llm.config)
-        return raw
+        return mtp.of_target(raw)
     if config.draft is not None:
         raw, parsed = read_config_file(
             resolve(config.draft, config.draft_revision, config.download_dir), dflash.read_config
@@ -235,13 +235,15 @@ def starting_drafter(config: TrainConfig, raw: dict, target: Decoder, directory:
         target: The target.
         directory: The target's directory.
     """
-    if config.draft == "mtp":
-        return load_drafter(directory)
     if config.mtp and config.draft is None:
         return fresh_head(config, families.read_drafter(raw), target)
     if config.draft is not None:
-        given = load_drafter(resolve(config.draft, config.draft_revision, config.download_dir))
-        assert isinstance(given, Drafter)
+        is_own = config.draft == "mtp"
+        source = directory if is_own else resolve(config.draft, config.draft_revision, config.download_dir)
+        given = load_drafter(source, final_norm=target.norm.weight[...])
+        if isinstance(given, Mtp):
+            check_copies(source, directory)
+            return given
         if given.config.own_mask:
             raise InputError("the drafter has a learned mask embedding: it is run here, and not trained")
         return with_fresh_parts(given, dflash.read_config(raw), config.seed)

@@ -92,7 +92,7 @@ def test_a_drafter_of_another_method(tmp_path, architecture):
 def test_a_drafter_over_a_reduced_vocabulary(tmp_path):
     directory = changed(tmp_path, "draft")
     path = directory / "model.safetensors"
-    save_file(load_file(path) | {"d2t": np.zeros(512, np.int64)}, path)
+    save_file(load_file(path) | {"d2t": np.arange(512)}, path)
     check_message(tmp_path, lambda: LLM(None, directory))
 
 

@@ -41,15 +41,10 @@ from tests.odd_values import HUGE, Unprintable
         ),
         ({"hf_overrides": {1: 2}}, "hf_overrides is {1: 2}: it must be a dict whose keys are strings"),
         ({"speculative_num_steps": 3}, "speculative_num_steps is 3: DFlash drafts a block in one step"),
-        ({"speculative_algorithm": "NEXTN", "draft": "a/b"}, "speculative_algorithm drafts with the target's own MTP"),
         ({"draft": "mtp", "draft_revision": "v1"}, "draft_revision is 'v1': there is no repo"),
         (
             {"speculative_config": {"method": "mtp", "model": None}},
             "speculative_config: model is None",
-        ),
-        (
-            {"speculative_config": {"method": "mtp", "model": "z-lab/drafter"}},
-            "speculative_config: mtp drafts with the target's own MTP head: leave the model 'z-lab/drafter' out",
         ),
         (
             {"speculative_config": {"method": "ngram"}},

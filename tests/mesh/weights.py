@@ -199,6 +199,21 @@ def test_every_mesh_has_one_devices_weights(sources, kind, dtype, quantize):
         check_weights(weights(found), expected, layout)
 
 
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("fp8", None), ("float32", "int8")])
+def test_a_head_alone_has_the_weights_of_the_same_head_in_the_targets_files(sources, dtype, quantize, tmp_path):
+    directory, files = sources[dtype, "head"][0], TensorFiles(sources[dtype, "head"][0])
+    shutil.copy(directory / "config.json", tmp_path)
+    save_file({name: files.read(name) for name in files if name.startswith("mtp.")}, tmp_path / "model.safetensors")
+    for layout in FEW:
+        expected = load("head", directory, dtype, layout, quantize)
+        norm = load("target", directory, dtype, layout, quantize).norm.weight[...]
+        options = {"dtype": norm.dtype, "layout": layout, "quantize": quantize, "final_norm": norm}
+        found = load_drafter(tmp_path, **options)
+        for path, a, b in zip(parameter_paths(found), jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=path)
+
+
 @pytest.mark.parametrize("layouts", [FEW, pytest.param(LAYOUTS, marks=pytest.mark.long)], ids=["few", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS)

@@ -66,6 +66,18 @@ HEAD = [
 ]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--speculative-config", '{"method": "mtp", "model": "a/b", "num_speculative_tokens": 3}'],
+        ["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", "a/b", "--speculative-num-steps", "3"],
+    ],
+)
+def test_names_of_vllm_and_sglang_for_a_head_alone(words):
+    args = parse("serve", words)
+    assert (args.draft, args.max_block_size) == ("a/b", 4)
+
+
 @pytest.mark.parametrize("command", ["generate", "serve", "benchmark"])
 @pytest.mark.parametrize(("words", "block"), HEAD)
 def test_names_of_vllm_and_sglang_for_the_mtp_head(command, words, block):

@@ -12,6 +12,7 @@ from dflash_jax.argument_checks import check_type
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig
 from dflash_jax.models.families import dflash, llama, mtp, qwen3, qwen3_5, qwen3_next
+from dflash_jax.models.families.draft_layouts import SPECULATORS
 from dflash_jax.models.families.names import Entry
 from dflash_jax.models.families.reading import shown
 from dflash_jax.models.mtp_config import MtpConfig
@@ -117,6 +118,8 @@ def target_family(raw: dict) -> Family:
         raise InputError(
             "this is a DFlash drafter (its config has dflash_config): give it as the draft, not as the target"
         )
+    if mtp.of_target(raw) is not raw:
+        raise InputError("this is an MTP head alone: give it as the draft, not as the target")
     family = None
     if isinstance(model_type, str):
         family = TARGETS.get(model_type) or registered.get(model_type) or _installed(model_type)
@@ -139,13 +142,16 @@ def read_target(raw: dict) -> ModelConfig:
 
 
 def read_drafter(raw: dict) -> DraftConfig | MtpConfig:
-    """Reads a drafter's raw ``config.json``: a DFlash drafter's, or that of a target, whose MTP head is the drafter.
+    """Reads a drafter's raw ``config.json``: a DFlash drafter's, an MTP head's, or that of a target with one.
 
     Raises:
         InputError: Targets of this model type have no MTP head, or a value is invalid.
     """
     if dflash.is_drafter(raw):
         return dflash.read_config(raw)
+    if (kind := raw.get("speculators_model_type")) not in (None, "mtp"):
+        raise InputError(f"speculators_model_type is {shown(kind)}: known are {', '.join(SPECULATORS)}, mtp")
+    raw = mtp.of_target(raw)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or TARGETS.get(model_type) not in mtp.FAMILIES:
         raise InputError(

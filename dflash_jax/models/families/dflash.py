@@ -54,6 +54,8 @@ KEYS = (
     # SpecForge's: what the numbers of heads say, and a weight in training.
     *("attention_mode", "confidence_head_alpha"),
 )
+# The class of MTP heads in speculators.
+MTP_CLASS = "MTPDraftModel"
 PROJECTORS = (None, "dflash", "dflash2", "dspark")
 # Other block drafters, which are refused by name: the prefix of their architectures, and the keys that only they
 # have. A key that is null, false or 0 has no effect.
@@ -75,7 +77,7 @@ def architectures(raw: dict) -> list[str]:
 
 def is_drafter(raw: dict) -> bool:
     """Whether a config is a block drafter's, including the kinds that `read_config` refuses."""
-    named = any(a in ARCHITECTURES or a.endswith("DraftModel") for a in architectures(raw))
+    named = any(a in ARCHITECTURES or (a.endswith("DraftModel") and a != MTP_CLASS) for a in architectures(raw))
     return "dflash_config" in raw or is_speculators(raw) or named
 
 

@@ -51,7 +51,7 @@ DSPARK_DEFAULTS = {
 }
 DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # What says how a drafter was trained or is to be served, and no number of it.
-_SERVING = (
+SERVING = (
     *("speculators_config", "speculators_version", "num_anchors", "max_anchors", "num_nextn_predict_layers"),
     *("tie_word_embeddings", "has_no_defaults_at_init"),
 )
@@ -116,7 +116,7 @@ def _speculators(raw: dict) -> dict:
         slides = Raw(merged).flag("use_sliding_window") and model_type == "qwen3"
         kinds = ("full_attention", "sliding_attention")
         merged["layer_types"] = [kinds[slides and i >= full] for i in range(depth)]
-    for key in (*_SERVING, "transformer_layer_config", "speculators_model_type"):
+    for key in (*SERVING, "transformer_layer_config", "speculators_model_type"):
         given.allow(key)
     given.refuse_unread()
     return merged | {"architectures": raw.get("architectures"), "dflash_config": own}
