@@ -208,6 +208,7 @@ def test_the_mesh_follows_the_machine():
         ("[sampling]\nheat = 1", "'heat' is not known"),
         ("[mesh]\nb200 = 'tensor=8'", "mesh b200"),
         ("mesh = 4", "must be tables"),
+        ("[drafters]\n'a/b' = 3", "drafters: a/b is 3"),
     ],
 )
 def test_a_toml_that_makes_no_sense(text, named, tmp_path):

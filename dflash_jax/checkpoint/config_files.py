@@ -99,8 +99,8 @@ def find_config(name: str | Path, folder: str = "") -> Path:
     raise InputError(f"config {str(name)!r} is neither a file nor a known name: {suggestion(path.name, known, 4)}")
 
 
-def published_drafter(target: str | Path) -> str | None:
-    """The drafter that the package's configs name for a target; None for a target that they do not name.
+def published_drafters(target: str | Path) -> list[str]:
+    """The drafters that the package's configs name for a target, the one that is taken first.
 
     Args:
         target: A repo id, in any case of letters.
@@ -108,8 +108,8 @@ def published_drafter(target: str | Path) -> str | None:
     for path in sorted(CONFIGS.glob("*.toml")):
         system = read_toml_file(path)
         if str(system["target"]).lower() == str(target).lower():
-            return system["draft"]
-    return None
+            return [system["draft"], *system.get("drafters", ())]
+    return []
 
 
 def read_toml_file(path: Path) -> dict:

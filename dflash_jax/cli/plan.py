@@ -73,8 +73,8 @@ SHARED = ("config", "quantize", "draft_window_size", "language_model_only", "hf_
 make_parser = partial(command_parser, "plan", __doc__, PlanOptions, SHARED)
 
 
-def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
-    """The same for people, with the changes that fit."""
+def describe(plan: dict, request: Request, fitting: list[Change], drafters: list[str]) -> str:
+    """The same for people, with the changes that fit and the published drafters of the target."""
 
     def gb(n: float) -> str:
         return f"{n / 1e9:.2f} GB"
@@ -100,6 +100,8 @@ def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
         *([would_fit(fitting)] if not plan["fits"] else []),
         f"pages are given as tokens come: {slots(plan['sequences'])} fit while each has {request.context:,} tokens",
     ]
+    if len(drafters) > 1:
+        lines.append(f"published drafters, for --draft: {', '.join(drafters)}")
     big = {k: v for k, v in plan["replicated"].items() if v >= 1e6}
     if big and plan["devices"] > 1:
         shown = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in sorted(big.items(), key=lambda kv: -kv[1])[:6])
@@ -209,9 +211,9 @@ def find_shapes(name: str, kind: str) -> str:
     """
     if os.path.exists(name):
         return name
-    system = system_of(name, kind)
-    if system is not None:
-        return str(system.shapes[kind])
+    known = repositories(kind)
+    if path := next((path for repo, path in known.items() if path and repo.lower() == name.lower()), None):
+        return str(path)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         example = {"target": "Qwen/Qwen3-8B", "draft": "z-lab/Qwen3-8B-DFlash-b16, or none"}[kind]
         raise InputError(f"{kind} {name!r} does not exist: give a directory, or a repository such as {example}")
@@ -221,8 +223,9 @@ def find_shapes(name: str, kind: str) -> str:
     with suppress(OSError, ValueError):
         if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
             return cached
-    known = repositories(kind)
-    hint = suggestion(name, known, 3)
+    if name in known:
+        raise InputError(f"{kind} {name!r} is published, and its config is not here: hf download {name} config.json")
+    hint = suggestion(name, list(known), 3)
     raise InputError(f"{kind} {name!r} is neither a directory nor a repository whose config is here: {hint}")
 
 
@@ -329,8 +332,9 @@ def run(args) -> int:
         return 0 if any(plan["fits"] for plan in plans.values()) else 1
     (request,), (plan,) = requests.values(), plans.values()
     fitting = [] if plan["fits"] else changes(request)
+    drafters = list(system.repositories("draft")) if system and "draft" in system.options else []
     would = [{"text": change.text, "options": list(change.options)} for change in fitting]
-    print(json.dumps(plan | {"would_fit": would}) if args.json else describe(plan, request, fitting))
+    print(json.dumps(plan | {"would_fit": would}) if args.json else describe(plan, request, fitting, drafters))
     return 0 if plan["fits"] else 1
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
 from dflash_jax.checkpoint import smollm2
-from dflash_jax.checkpoint.config_files import published_drafter
+from dflash_jax.checkpoint.config_files import published_drafters
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     DRAFT_TOKENS,
@@ -110,14 +110,18 @@ class Checkpoint:
 def _published(given: LLMConfig, target: ModelConfig) -> tuple[str | Path, ...]:
     """The published drafter of a target; none where there is none, or it cannot be had or read, which is a warning."""
     assert given.target is not None
-    name = None if Path(given.target).exists() else published_drafter(given.target)
-    if name is None or name == "mtp":
-        return () if name is None else (name,)
+    names = [] if Path(given.target).exists() else published_drafters(given.target)
+    if not names or names[0] == "mtp":
+        return tuple(names[:1])
+    name, *others = names
     try:
         directory = resolve(name, given.draft_revision, given.download_dir)
         check_drafter(directory, target)
     except InputError as e:
-        log.warning("%s has the drafter %s, which cannot be used, so decoding is plain: %s", given.target, name, e)
+        known = f"; published, too: {', '.join(others)}" if others else ""
+        log.warning(
+            "%s has the drafter %s, which cannot be used, so decoding is plain: %s%s", given.target, name, e, known
+        )
         return ()
     return (directory,)
 

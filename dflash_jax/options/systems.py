@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,21 @@ class System:
         options: Defaults of command-line options, by their names.
         meshes: Mesh by machine, such as "b200x8".
         shapes: ``config.json`` files of "target" and "draft", for what needs no weights.
+        others: Repositories of other published drafters of the target, each with such a file; None where there is none.
     """
 
     options: dict
     meshes: dict[str, str]
     shapes: dict[str, Path]
+    others: dict[str, Path | None] = field(default_factory=dict)
 
     def mesh(self, kind: str, count: int) -> str:
         """For ``count`` devices of a JAX device_kind."""
         return mesh_for(self.meshes, kind, count)
+
+    def repositories(self, kind: str) -> dict[str, Path | None]:
+        """Its repositories of a kind, "target" or "draft", each with its config's file, if any; its own one first."""
+        return {str(self.options[kind]): self.shapes.get(kind)} | (self.others if kind == "draft" else {})
 
 
 def _check(table: dict, known: dict[str, Any], where: str) -> dict:
@@ -55,29 +61,37 @@ def read_system(name: str | Path) -> System:
     """
     path = find_config(name)
     raw = read_toml_file(path)
-    tables = {name: raw.pop(name, {}) for name in ("sampling", "mesh", "shapes")}
+    tables = {name: raw.pop(name, {}) for name in ("sampling", "mesh", "shapes", "drafters")}
     if not all(isinstance(table, dict) for table in tables.values()):
-        raise InputError(f"config {path}: sampling, mesh and shapes must be tables")
+        raise InputError(f"config {path}: sampling, mesh, shapes and drafters must be tables")
     options = _check(raw, OPTIONS, f"config {path}") | _check(tables["sampling"], SAMPLING, f"config {path}: sampling")
     check_meshes(tables["mesh"], f"config {path}")
     shapes = _check(tables["shapes"], {"target": str, "draft": str}, f"config {path}: shapes")
-    return System(options, tables["mesh"], {k: path.parent / v for k, v in shapes.items()})
+    others = _check(tables["drafters"], dict.fromkeys(tables["drafters"], str), f"config {path}: drafters")
+    files = {k: path.parent / v for k, v in shapes.items()}
+    return System(options, tables["mesh"], files, {k: path.parent / v if v else None for k, v in others.items()})
 
 
-def system_of(repo: str, kind: str = "target") -> System | None:
-    """The package's system whose target, or drafter, is a Hugging Face repository; None where there is none.
+def systems() -> list[System]:
+    """The package's systems."""
+    return [read_system(path) for path in sorted(CONFIGS.glob("*.toml"))]
+
+
+def system_of(repo: str) -> System | None:
+    """The package's system whose target is a Hugging Face repository; None where there is none.
 
     Args:
         repo: The repository id, in any case, as huggingface.co takes it.
-        kind: "target" or "draft".
     """
-    systems = map(read_system, sorted(CONFIGS.glob("*.toml")))
-    return next((s for s in systems if str(s.options[kind]).lower() == repo.lower()), None)
+    return next((s for s in systems() if str(s.options["target"]).lower() == repo.lower()), None)
 
 
-def repositories(kind: str) -> list[str]:
-    """The repository ids of the package's targets ("target") or drafters ("draft")."""
-    return sorted({str(read_system(path).options[kind]) for path in CONFIGS.glob("*.toml")} - {"mtp"})
+def repositories(kind: str) -> dict[str, Path | None]:
+    """The repository ids of the package's targets ("target") or drafters ("draft"), each with its config's file."""
+    found: dict[str, Path | None] = {}
+    for system in systems():
+        found |= {name: path for name, path in system.repositories(kind).items() if name != "mtp"}
+    return dict(sorted(found.items()))
 
 
 def with_config(parser: Parser, argv: list[str] | None, names: Container[str] | None = None):

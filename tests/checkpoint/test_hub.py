@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from dflash_jax import LLM
-from dflash_jax.checkpoint.config_files import CONFIGS, published_drafter, read_toml_file
+from dflash_jax.checkpoint.config_files import CONFIGS, published_drafters, read_toml_file
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -79,10 +79,11 @@ def test_a_target_finds_its_published_drafter(monkeypatch, caplog, tmp_path):
     draft.write_text(json.dumps(raw | {"dflash_config": raw["dflash_config"] | {"unknown": 1}}))
     assert LLM("Qwen/Qwen3.8-27B").drafter is None
     assert "dflash_config has 'unknown'" in caplog.text
-    assert published_drafter("Qwen/Unknown") is None
+    assert caplog.text.count("published, too: incoai/Qwen3.8-27B-DFlash2") == 2
+    assert published_drafters("Qwen/Unknown") == []
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_config_names_a_pair(path):
     system = read_toml_file(path)
-    assert published_drafter(system["target"]) == system["draft"]
+    assert published_drafters(system["target"]) == [system["draft"], *system.get("drafters", {})]

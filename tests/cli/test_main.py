@@ -157,7 +157,8 @@ def test_a_command_gets_the_remaining_words(capsys):
 def test_systems_are_found_by_name(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_system(path.stem).options == read_system(path).options
-    assert all(shape.exists() for shape in read_system(path.stem).shapes.values())
+    system = read_system(path.stem)
+    assert all(shape.exists() for shape in [*system.shapes.values(), *filter(None, system.others.values())])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/train").glob("*.toml")), ids=lambda p: p.stem)

@@ -179,6 +179,19 @@ def test_every_published_repository_is_a_model(capsys):
     assert planned(capsys, "--target", "Qwen/Qwen3-8B", "--draft", "none")[1]["parameters"]["drafter"] == 0
 
 
+def test_other_published_drafters_are_named_and_planned(capsys):
+    from dflash_jax.options.systems import repositories
+
+    assert main(["qwen3.6-35b-a3b", "--device", "b200"]) == 0
+    names = ["z-lab/Qwen3.6-35B-A3B-DFlash", "incoai/Qwen3.6-35B-A3B-DFlash2"]
+    assert f"published drafters, for --draft: {', '.join(names)}" in capsys.readouterr().out
+    words = ("Qwen/Qwen3.6-35B-A3B", "--draft", names[1].upper(), "--device", "b200")
+    assert planned(capsys, *words)[1]["parameters"]["drafter"] == 526_251_520
+    for name, path in repositories("draft").items():
+        if path is None:
+            assert f"hf download {name} config.json" in refused(capsys, "qwen3.6-27b", "--draft", name)
+
+
 def test_a_config_file_may_name_a_repository(tmp_path, capsys):
     path = tmp_path / "system.toml"
     path.write_text("target = 'Qwen/Qwen3-8B'\ndraft = 'none'\ndtype = 'float32'\nquantize = 'int8'")

@@ -26,6 +26,7 @@ from dflash_jax.ops.weights import FEW_TOKENS, QuantizedWeight, is_weight
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, spec
 from dflash_jax.planner import make_plan, read_shapes
+from tests.checkpoint import test_draft_layouts as draft_layouts
 from tests.checkpoint.conftest import DRAFT_JSON, TARGET_JSON
 from tests.helpers import random_decoder, random_drafter, random_head
 from tools.float64_reference import assert_as_near
@@ -199,7 +200,25 @@ def test_every_mesh_has_one_devices_weights(sources, kind, dtype, quantize):
         check_weights(weights(found), expected, layout)
 
 
-@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("fp8", None), ("float32", "int8")])
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("kind", draft_layouts.KINDS)
+def test_a_drafter_of_speculators_has_one_devices_weights_on_every_mesh(kind, reduced, tmp_path):
+    vocab, ids = draft_layouts.VOCAB, draft_layouts.IDS
+    if reduced and kind == "dflash2":
+        # speculators has these with whole vocabularies only.
+        return
+    count = len(ids) if reduced else vocab
+    tensors = draft_layouts.tensors_of(kind, count)
+    if reduced:
+        head = np.random.default_rng(1).standard_normal((count, draft_layouts.HIDDEN)).astype(np.float32)
+        tensors |= {"d2t": ids - np.arange(count), "lm_head.weight": head}
+    path = draft_layouts.written(draft_layouts.speculators(kind, draft_vocab_size=count), tensors, tmp_path)
+    expected = {name: np.asarray(leaf) for name, leaf in weights(load_drafter(path)).items()}
+    for layout in LAYOUTS:
+        check_weights(weights(load("drafter", path, "float32", layout, None)), expected, layout)
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("fp8", None)])
 def test_a_head_alone_has_the_weights_of_the_same_head_in_the_targets_files(sources, dtype, quantize, tmp_path):
     directory, files = sources[dtype, "head"][0], TensorFiles(sources[dtype, "head"][0])
     shutil.copy(directory / "config.json", tmp_path)
