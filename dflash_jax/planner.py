@@ -148,8 +148,8 @@ class Shapes:
     @property
     def shortlist(self) -> int | None:
         """Tokens whose rows of a head the drafter has beside its weights, at most; None for none."""
-        reduced = getattr(self.draft, "draft_vocab_size", None)
-        return self.draft_tokens if None in (self.draft_tokens, reduced) else min(self.draft_tokens, reduced)
+        counts = (self.draft_tokens, getattr(self.draft, "draft_vocab_size", None))
+        return None if self.draft_tokens is None else min(count for count in counts if count is not None)
 
 
 def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None) -> Shapes:
@@ -223,8 +223,9 @@ def abstract_pair(
         of_head = quantize if isinstance(shapes.draft, MtpConfig) else None
         drafter = _as_loaded(drafter, layout, of_head, shapes.draft_block)
         if (count := shapes.shortlist) is not None:
-            ids, rows = ((count,), jnp.int32), ((count, shapes.target.hidden_size), dtype)
-            drafter.vocabulary = DraftVocabulary(*(jax.ShapeDtypeStruct(*each) for each in (ids, rows)), backend)
+            ids, rows = (count,), (count, shapes.target.hidden_size)
+            structs = jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(rows, dtype)
+            drafter.vocabulary = jax.eval_shape(partial(DraftVocabulary, backend=backend), *structs)
     return _as_loaded(target, layout, quantize, shapes.block), drafter
 
 
