@@ -212,6 +212,7 @@ def find_shapes(name: str, kind: str) -> str:
     if os.path.exists(name):
         return name
     known = repositories(kind)
+    is_known = name.lower() in map(str.lower, known)
     if path := next((path for repo, path in known.items() if path and repo.lower() == name.lower()), None):
         return str(path)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
@@ -223,7 +224,7 @@ def find_shapes(name: str, kind: str) -> str:
     with suppress(OSError, ValueError):
         if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
             return cached
-    if name in known:
+    if is_known:
         raise InputError(f"{kind} {name!r} is published, and its config is not here: hf download {name} config.json")
     hint = suggestion(name, list(known), 3)
     raise InputError(f"{kind} {name!r} is neither a directory nor a repository whose config is here: {hint}")

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import zipfile
 
 import jax
@@ -13,7 +14,7 @@ from dflash_jax.checkpoint.load import load_drafter, save_module
 from dflash_jax.checkpoint.torch_file import find_tensor
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import ConvSpec, SelectorSpec
-from dflash_jax.models.families import dflash
+from dflash_jax.models.families import dflash, read_drafter
 from dflash_jax.parallel.sharding import parameter_paths
 from tests.parity.test_drafter import FULL, HIDDEN, SLIDING, VOCAB, config, random_tensors
 
@@ -136,9 +137,12 @@ def test_missing_keys_of_speculators_layers_are_the_defaults_of_their_model_type
         (expected.intermediate_size, None)
     ] * 2
     assert attention.qk_norm
-    raw["transformer_layer_config"]["model_type"] = "gemma3_text"
-    with pytest.raises(InputError, match=r"model_type is 'gemma3_text': known are qwen3 and llama"):
-        dflash.read_config(raw)
+    for other in ("gemma3_text", ["llama"]):
+        raw["transformer_layer_config"]["model_type"] = other
+        with pytest.raises(InputError, match=rf"model_type is {re.escape(repr(other))}: known are qwen3 and llama"):
+            dflash.read_config(raw)
+    with pytest.raises(InputError, match=r"speculators_model_type is \['dflash'\]: known are dflash, dflash2, dspark"):
+        read_drafter(raw | {"speculators_model_type": ["dflash"], "architectures": []})
 
 
 @pytest.mark.parametrize("layers", [[FULL, FULL], None])

@@ -158,11 +158,14 @@ def test_tables_that_are_not_the_targets_are_refused(name, tmp_path):
     table = next(array for each, array in copies().items() if each.endswith(name)).copy()
     whole = {name: table}
     LLM(None, written((RAW, HEAD | whole), tmp_path / "copy"))
+    LLM(None, written((RAW, HEAD | {name: table.astype(np.float32)}), tmp_path / "wider"))
     table[-1, -1] += ml_dtypes.bfloat16(1)
     with pytest.raises(InputError, match=f"has '{name}', which is not the target's"):
         LLM(None, written((RAW, HEAD | whole), tmp_path / "other"))
     with pytest.raises(InputError, match=f"has '{name}', which is not the target's"):
         LLM(None, written((RAW, HEAD | {name: table[:-1]}), tmp_path / "shorter"))
+    with pytest.raises(InputError, match=f"has '{name}', which is not the target's"):
+        LLM(None, written((RAW, HEAD | {name: np.float32(1).reshape(())}), tmp_path / "number"))
 
 
 WRONG_KEYS = {

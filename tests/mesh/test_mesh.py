@@ -45,10 +45,11 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def test_two_processes_speak_as_one():
-    """Two CPU devices each, collectives over TCP; rows and heads are cut across the processes."""
+def test_two_processes_speak_as_one(tmp_path):
+    """Two CPU devices each, collectives over TCP; rows and heads are cut across the processes. Drafts are of a list."""
+    (tmp_path / "ids.json").write_text(json.dumps(list(range(0, 512, 2))))
     options = ["--prompt", "def f(", "--prompt", "import os", "--max-new-tokens", "12", "--json", "--logprobs", "1"]
-    options += ["--temperature", "0.7", "--seed", "5"]
+    options += ["--temperature", "0.7", "--seed", "5", "--draft-tokens", str(tmp_path / "ids.json")]
     command = [sys.executable, "-m", "dflash_jax.generate", *options, "--mesh", "data=2,tensor=2", "--distributed"]
     environment = {
         **os.environ,

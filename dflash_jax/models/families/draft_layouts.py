@@ -66,7 +66,7 @@ OF_TARGET = (
 
 def is_speculators(raw: dict) -> bool:
     """Whether a config is of a block drafter in speculators' layout."""
-    return raw.get("speculators_model_type") in SPECULATORS
+    return raw.get("speculators_model_type") in tuple(SPECULATORS)
 
 
 def as_published(raw: dict) -> dict:
@@ -89,7 +89,7 @@ def _speculators(raw: dict) -> dict:
     kind = raw["speculators_model_type"]
     given = Raw(raw, kind)
     layers = Raw(given.section("transformer_layer_config"), kind)
-    if (model_type := layers.get("model_type", "qwen3")) not in LAYER_DEFAULTS:
+    if (model_type := layers.get("model_type") or "qwen3") not in tuple(LAYER_DEFAULTS):
         known = " and ".join(LAYER_DEFAULTS)
         raise InputError(f"transformer_layer_config.model_type is {shown(model_type)}: known are {known}")
     defaults = LAYER_DEFAULTS[model_type]
