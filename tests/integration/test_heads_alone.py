@@ -165,7 +165,7 @@ def test_tables_that_are_not_the_targets_are_refused(name, tmp_path):
     with pytest.raises(InputError, match=f"has '{name}', which is not the target's"):
         LLM(None, written((RAW, HEAD | {name: table[:-1]}), tmp_path / "shorter"))
     with pytest.raises(InputError, match=f"has '{name}', which is not the target's"):
-        LLM(None, written((RAW, HEAD | {name: np.float32(1).reshape(())}), tmp_path / "number"))
+        LLM(None, written((RAW, HEAD | {name: np.zeros((), np.float32)}), tmp_path / "number"))
 
 
 WRONG_KEYS = {
