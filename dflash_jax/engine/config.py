@@ -153,6 +153,8 @@ class EngineConfig:
         markers: Token ids that open a message.
         cut_spacing: The least and the largest distance of a prompt's cuts, as `prefix_cache.cut_points` takes it.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
+        widths: Tokens that rounds may verify, below their block size, for each of which a part of them is compiled.
+            () compiles whole blocks, in which sequences verify fewer; None verifies whole blocks.
         masks: Whether requests may have masks, so that warm-up compiles their programs.
         media: Whether requests may have images and videos; likewise.
     """
@@ -172,6 +174,7 @@ class EngineConfig:
     markers: frozenset[int] = frozenset()
     cut_spacing: tuple[int, int] = (512, 1024)
     adaptive: bool = True
+    widths: tuple[int, ...] | None = None
     masks: bool = False
     media: bool = False
 

@@ -1,8 +1,9 @@
 """What the engine asks of a `ModelRunner` for decoding, and what it gets back."""
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,13 @@ from dflash_jax.engine.steps import REPORT_SIZE
 def round_settings(settings: Settings, speculation: Speculation) -> Settings:
     """What is compiled into rounds; ``settings``: what all programs of an engine share."""
     size = max(speculation.block_size, settings.block_size) if settings.aligned else speculation.block_size
-    return replace(settings, block_size=size, drafter=speculation.drafter, is_alone=speculation.is_alone)
+    widths = settings.widths
+    if widths is not None:
+        # Plain rounds have none to choose from.
+        widths = None if speculation.block_size == 1 else (*(width for width in widths if width < size), size)
+    return replace(
+        settings, block_size=size, drafter=speculation.drafter, is_alone=speculation.is_alone, widths=widths
+    )
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class Dispatch:
         rounds: Rounds at most.
         speculation: What the rounds are compiled for.
         batch_size: The compiled batch size of a data shard; each has at most as many of the slots.
+        prices: The price of a verified token for each slot, as `choose_widths` takes it; () verifies all drafts.
+        rates: As `choose_widths` takes them, with ``prices``.
     """
 
     slots: tuple[int, ...]
@@ -37,12 +46,22 @@ class Dispatch:
     rounds: int
     speculation: Speculation
     batch_size: int
+    prices: tuple[float, ...] = ()
+    rates: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def most_tokens(self) -> int:
         """New tokens of a slot at most."""
         size = self.speculation.block_size
         return min(self.rounds * size, max(REPORT_SIZE, size))
+
+    def verified_tokens(self, outcome: "Outcome", widths: Sequence[int], shards: int) -> float:
+        """Tokens that all rounds of a data shard took time to verify; ``widths`` as in `EngineConfig`."""
+        assert outcome.verified is not None, "an outcome of whole blocks"
+        if not any(width < self.speculation.block_size for width in widths):
+            return sum(map(sum, outcome.verified)) / shards
+        # Sequences, and padding, fill the compiled width.
+        return float(self.batch_size * sum(map(max, zip_longest(*outcome.verified, fillvalue=1))))
 
 
 @dataclass(frozen=True)
@@ -54,12 +73,16 @@ class Outcome:
         yielded: Tokens that each round yielded.
         done: Whether the sequence has ended.
         logprobs: Log-probabilities of the new tokens, where they were asked for.
+        verified: Tokens that each round might have yielded; None: those of the dispatch's ``block_sizes``.
+        outcomes: The sum of `count_outcomes` of all rounds and slots; None where widths are not chosen.
     """
 
     tokens: list[list[int]]
     yielded: list[list[int]]
     done: list[bool]
     logprobs: list[Logprobs] | None
+    verified: list[list[int]] | None = None
+    outcomes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

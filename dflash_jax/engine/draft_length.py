@@ -23,15 +23,17 @@ recent acceptance. At long intervals the contexts are kept up for a while nevert
 several drafters, one drafts alone where that is faster and all programs are compiled (`engine.drafting_alone`).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import log
 from types import MappingProxyType
 
+import numpy as np
+
 from dflash_jax.engine.acceptance import USUAL_RATE, Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.drafting_alone import DraftingAlone
-from dflash_jax.engine.round_costs import NO_RECORD, CostRecord
+from dflash_jax.engine.round_costs import NO_RECORD, CostRecord, VerificationCost
 
 # Weight of a new measurement of seconds in their moving average, where it is longer and where it is shorter: what runs
 # beside the engine makes rounds longer, never shorter, and to start and to read a short dispatch takes more of each of
@@ -51,6 +53,11 @@ PREDICTION_ERROR, MEASUREMENT_ERROR, RETRY_S = 5.0, 2.0, 60.0
 PATIENCE_S, PATIENCE = 2.0, 5.0
 # Rounds of a drafter before its record is known well, and the share of the time to learn it, or plain decoding's cost.
 KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
+# Share of a drafting round's seconds over those of a plain one that follows the number of verified tokens, at first:
+# the remainder is the drafter's.
+VERIFIED_SHARE = 0.5
+# Dispatches of a program of which one verifies all drafts, so that rates of acceptance stay known.
+WHOLE_EVERY = 200
 # Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
 # contexts and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
@@ -94,6 +101,9 @@ class DraftLengthPolicy:
         # Dispatches to measure a cost, by batch size and speculation (None: the first, plain one).
         self._guesses: Counter[tuple[int, Speculation | None]] = Counter()
         self._alone = DraftingAlone()
+        # By (batch size, speculation).
+        self._verification: defaultdict[tuple[int, Speculation], VerificationCost] = defaultdict(VerificationCost)
+        self._priced: Counter[tuple[int, Speculation]] = Counter()
         # The shortest of the recent measurements.
         self._least = {key: value / MEASUREMENT_ERROR for key, value in self.seconds.items()}
 
@@ -135,6 +145,47 @@ class DraftLengthPolicy:
         if acceptances.alone in (None, drafter):
             # Otherwise its context lacks the prompt.
             record.observe(yielded, block_size)
+
+    def observe_widths(
+        self,
+        batch_size: int,
+        speculation: Speculation,
+        verified: float,
+        seconds: float,
+        new_tokens: float,
+    ) -> None:
+        """Adds what the rounds of a dispatch verified, each number the mean of its rounds, on one data shard.
+
+        Args:
+            batch_size: Compiled batch size.
+            speculation: That of the rounds.
+            verified: Tokens that took time: drafts and one of each sequence; of a compiled width, all of its places.
+            seconds: Seconds of a round.
+            new_tokens: Tokens that it yielded.
+        """
+        self._verification[batch_size, speculation].observe(verified, seconds, new_tokens)
+
+    def observe_outcomes(self, drafter: int, outcomes: np.ndarray, rounds: int) -> None:
+        """Adds the sum of `count_outcomes` of a dispatch's rounds, int [2, drafts, bins], to a drafter's record."""
+        self.drafters[drafter].calibration.observe(outcomes, rounds)
+
+    def widths(self, batch_size: int, speculation: Speculation) -> tuple[np.ndarray, float]:
+        """How the rounds of the next dispatch choose their widths, as `choose_widths` takes it: rates, and the price.
+
+        The price is 0, so that all drafts are verified, until the drafter is known, and in one of `WHOLE_EVERY`
+        dispatches.
+        """
+        key, block_size = (batch_size, speculation), speculation.block_size
+        assert speculation.drafter is not None, "plain decoding has no drafts"
+        record, line = self.drafters[speculation.drafter], self._verification[key]
+        rates = record.calibration.rates(block_size - 1)
+        self._priced[key] += 1
+        if record.rounds < KNOWN_ROUNDS or self._priced[key] % WHOLE_EVERY == 0:
+            return rates, 0.0
+        plain = min(self.estimate(batch_size, s) for s in (NO_DRAFTER, Speculation(1)) if s in self.speculations)
+        seconds, places = self.estimate(batch_size, speculation) - plain, batch_size * (block_size - 1)
+        slope = line.seconds_per_token(VERIFIED_SHARE * max(seconds, 0.0) / places, places / 4)
+        return rates, slope * line.tokens_per_s
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""

@@ -16,6 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dflash_jax.decoding.speculative import DEFERRED_SIZE, EXTENSION_SIZE
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.model_size import Weights, weigh
@@ -112,6 +114,44 @@ class RoundCosts:
         # Its own extension reads a part of its weights again, which is left out; of the others as if all were accepted.
         others = sum(contexts) - self._contexts[speculation.drafter]
         return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)
+
+
+# Weight of a dispatch in the line of costs over widths, and of the prior slope in dispatches whose widths differ by a
+# quarter of the block; bounds of the slope over the prior's.
+LINE_WEIGHT, SLOPE_DISPATCHES, SLOPE_ERROR = 0.02, 10.0, 4.0
+
+
+class VerificationCost:
+    """Rounds of one program by the tokens that they verify: a line, fitted to recent dispatches.
+
+    Attributes:
+        tokens_per_s: New tokens of all sequences a second; 0 at first.
+    """
+
+    def __init__(self):
+        # Sums of 1, x, x², s, x s and new tokens; x: verified tokens of a round, s: its seconds.
+        self._sums = np.zeros(6)
+
+    def observe(self, verified: float, seconds: float, new_tokens: float) -> None:
+        """Adds a dispatch; each is the mean of its rounds."""
+        new = np.array([1.0, verified, verified**2, seconds, verified * seconds, new_tokens])
+        self._sums = (1 - LINE_WEIGHT) * self._sums + new
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self._sums[5] / self._sums[3]) if self._sums[3] else 0.0
+
+    def seconds_per_token(self, prior: float, spread: float) -> float:
+        """Seconds that another verified token takes.
+
+        Args:
+            prior: Their predicted number.
+            spread: Tokens by which widths may well differ.
+        """
+        count, x, xx, s, xs, _ = self._sums
+        weight = SLOPE_DISPATCHES * spread**2
+        slope = (xs - x * s / max(count, 1.0) + weight * prior) / (xx - x * x / max(count, 1.0) + weight)
+        return float(np.clip(slope, prior / SLOPE_ERROR, prior * SLOPE_ERROR))
 
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of

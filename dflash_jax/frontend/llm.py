@@ -52,6 +52,9 @@ log = logging.getLogger("dflash_jax")
 # Block sizes that rounds are compiled for, below the drafter's own. On a CPU each further token of a block costs time,
 # and so it does where each draft is a step of the drafter.
 BLOCK_SIZES, CPU_BLOCK_SIZES, STEPPED_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16), (1, 2, 4, 6, 8)
+# Widths below the block size for which verification is compiled. On a CPU a place of a block takes time whether its
+# token is verified or not; elsewhere experts that no verified token chooses are not read.
+VERIFIED_WIDTHS, CPU_VERIFIED_WIDTHS = (), (2, 4, 8)
 
 
 def compiled_block_sizes(largest: int, block_size: BlockSize, is_stepped: bool) -> tuple[int, ...]:
@@ -342,7 +345,11 @@ class LLM(Generation):
         policy = policy or self._new_policy(programs)
         exact, has_triton = self.reproducible, self.backend.has_triton
         block_size = max(BLOCK_SIZES[-1], policy.speculations[-1].block_size) if exact else 1
-        settings = Settings(block_size, exact, min(MAX_LOGPROBS, self.config.vocab_size), self.draft_window)
+        widths = CPU_VERIFIED_WIDTHS if jax.default_backend() == "cpu" else VERIFIED_WIDTHS
+        if exact or self.block_size != "auto" or programs.pair[1] is None:
+            widths = None
+        top = min(MAX_LOGPROBS, self.config.vocab_size)
+        settings = Settings(block_size, exact, top, self.draft_window, widths=widths)
         options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
         config = EngineConfig(
             speculations=policy.speculations,
@@ -352,6 +359,7 @@ class LLM(Generation):
             swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             adaptive=not exact,
+            widths=widths,
             media=self.encoder is not None,
             recomputes_exactly=exact or self.dtype == "float32",
             **options,
