@@ -22,10 +22,9 @@ Dimension letters: B sequences, T tokens of a block, V vocabulary, H hidden size
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +50,6 @@ from dflash_jax.models.drafting import (
 )
 from dflash_jax.models.selector import Candidates
 from dflash_jax.parallel.sharding import DATA, spec
-
-T = TypeVar("T")
 
 # Plain rounds between two extensions of the drafter's cache.
 PLAIN_ROUNDS = 32
@@ -114,7 +111,7 @@ def propose(
     state: DecodeState,
     settings: Settings,
     mode: Int[Array, " B"] | None = None,
-) -> tuple[Int[Array, "B T"], Float[Array, "B drafts"] | None]:
+) -> Int[Array, "B T"]:
     """Drafts tokens after the known ones.
 
     Args:
@@ -125,10 +122,31 @@ def propose(
         mode: `sampling_mode` of the sequences, int [B]; None computes it.
 
     Returns:
-        The block, int [B, T]: known tokens, then drafts; and the scores of the drafts after the last known token, as
-        `Proposal.scores`, where ``settings`` has ``widths`` and the drafter has scores.
+        The block, int [B, T]: known tokens, then drafts.
     """
-    size, has_scores = settings.block_size, settings.widths is not None
+    return propose_scored(target, drafter, state, settings, mode)[0]
+
+
+def propose_scored(
+    target: Decoder,
+    drafter: Drafting,
+    state: DecodeState,
+    settings: Settings,
+    mode: Int[Array, " B"] | None,
+) -> tuple[Int[Array, "B T"], Float[Array, "B drafts"] | None]:
+    """`propose`, with the scores of the drafts after the last known token.
+
+    Args:
+        target: As of `propose`.
+        drafter: As of `propose`.
+        state: As of `propose`.
+        settings: As of `propose`.
+        mode: As of `propose`.
+
+    Returns:
+        The block, and `Proposal.scores`; None for these where ``settings`` has no widths, or the drafter no scores.
+    """
+    size, has_scores = settings.block_size, settings.has_widths
     mode = _live_mode(state, mode)
 
     def scored_draw(
@@ -181,7 +199,7 @@ def next_block(
         int [B, T].
     """
     if drafter is not None and settings.block_size > 1:
-        return propose(target, drafter, state, settings, mode)[0]
+        return propose(target, drafter, state, settings, mode)
     return state.uncached_tokens(settings.block_size)
 
 
@@ -226,30 +244,12 @@ def decide(
     Returns:
         The state with 1 to ``block_sizes`` more tokens a live sequence; its caches are as before.
     """
-    return accept(state, block, *draw_block(state, block, logits, mask, mode))
-
-
-def draw_block(
-    state: DecodeState,
-    block: Int[Array, "B T"],
-    logits: Float[Array, "B T V"],
-    mask: UInt32[Array, "B T words"] | None = None,
-    mode: Int[Array, " B"] | None = None,
-) -> tuple[Int[Array, "B T"], Logprobs | None]:
-    """First part of `decide`: the target's draws, and their log-probabilities where the state records them."""
-    positions = state.num_cached[:, None] + 1 + jnp.arange(block.shape[1])[None]
+    size, num_known = block.shape[1], state.num_uncached
+    positions = state.num_cached[:, None] + 1 + jnp.arange(size)[None]
     mode, wants_logprobs, top = _live_mode(state, mode), None, 0
     if state.logprobs is not None:
         wants_logprobs, top = state.sampling.wants_logprobs & ~state.done, state.logprobs.ids.shape[-1]
-    known = state.num_uncached
-    return draw(logits, state.sampling, positions, mode, block, known, mask, wants_logprobs, top)
-
-
-def accept(
-    state: DecodeState, block: Int[Array, "B T"], samples: Int[Array, "B T"], logprobs: Logprobs | None
-) -> DecodeState:
-    """Second part of `decide`: accepts drafts, given what `draw_block` drew."""
-    size, num_known = block.shape[1], state.num_uncached
+    samples, logprobs = draw(logits, state.sampling, positions, mode, block, num_known, mask, wants_logprobs, top)
     place = jnp.arange(size)[None]
     is_known = place < num_known[:, None]
     is_draft = ~is_known & (place < (num_known + state.block_sizes - 1)[:, None])
@@ -380,7 +380,7 @@ def decode(
         state: The state.
         rounds: Rounds at most (runtime data). They end before deferred contexts have no more room.
         new_tokens: New tokens of a sequence at most, but for those of the first round (runtime data); None is no bound.
-        settings: What is compiled in, without ``widths``.
+        settings: What is compiled in, without widths.
 
     Returns:
         The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``. It
@@ -399,7 +399,7 @@ def decode_by_widths(
     rates: Float[Array, "drafts bins"] | None,
     prices: Float[Array, " B"] | None,
 ) -> tuple[DecodeState, Int[Array, "2 drafts bins"] | None]:
-    """`decode` with ``settings.widths``, too.
+    """`decode`, in which drafts that are not worth their verification are not verified.
 
     Args:
         target: As of `decode`.
@@ -407,22 +407,17 @@ def decode_by_widths(
         state: As of `decode`.
         rounds: As of `decode`.
         new_tokens: As of `decode`.
-        settings: As of `decode`; None in place of ``widths`` verifies whole blocks.
-        rates: As of `choose_widths`; read with ``widths``.
+        settings: What is compiled in; without widths, whole blocks are verified.
+        rates: As of `choose_widths`; None without widths.
         prices: Likewise.
 
     Returns:
-        The state, and the sum of `count_outcomes` of all rounds; None without ``widths``.
+        The state, and the sum of `count_outcomes` of all rounds; None without widths.
     """
     taps, size = drafter.taps if drafter is not None else (), settings.block_size
     now, later = _contexts(drafter, size)
     deferred = _DeferredContexts(target, drafter, later, taps, state, size)
     before, mode = state, sampling_mode(state.sampling)
-    widths = None
-    if settings.widths is not None:
-        assert rates is not None, "widths without the rates of acceptance"
-        assert prices is not None, "widths without prices"
-        widths = _Widths(settings.widths, rates, prices)
 
     def goes_on(carry: tuple[Array, DecodeState, Array | None, Array | None]) -> Array:
         i, state, *_ = carry
@@ -431,75 +426,29 @@ def decode_by_widths(
         has_room = has_room & deferred.has_room(state, i)
         return (i < rounds) & ~state.done.all() & (has_room | (i == 0))
 
-    def judge(state: DecodeState, block: Int[Array, "B W"]) -> tuple[Any, ...]:
-        logits, features, record = verify(target, state, block, taps)
-        return *draw_block(state, block, logits, None, mode), features, record
-
     def body(carry: tuple[Array, DecodeState, Array | None, Array | None]) -> tuple[Any, ...]:
         i, state, kept, outcomes = carry
-        if widths is None:
-            block = next_block(target, drafter, state, settings, mode)
-            samples, logprobs, features, record = judge(state, block)
-            after = accept(state, block, samples, logprobs)
+        part, bins = state, None
+        if settings.has_widths:
+            assert drafter is not None, "widths without a drafter"
+            assert rates is not None, "widths without rates of acceptance"
+            assert prices is not None, "widths without prices"
+            block, scores = propose_scored(target, drafter, state, settings, mode)
+            bins = jnp.zeros((len(block), size - 1), jnp.int32) if scores is None else bins_of(scores)
+            part = replace(state, block_sizes=choose_widths(bins, rates, prices, state.block_sizes))
         else:
-            assert drafter is not None
-            block, scores = propose(target, drafter, state, settings, mode)
-            bins, part, index = widths.choose(state, scores)
-            samples, logprobs, features, record = widths.within(index, partial(judge, part), block)
-            after = accept(part, block, samples, logprobs)
-            outcomes = outcomes + widths.outcomes(bins, part, after)
-            after = replace(after, block_sizes=state.block_sizes)
+            block = next_block(target, drafter, state, settings, mode)
+        logits, features, record = verify(target, part, block, taps)
+        after = replace(decide(part, block, logits, None, mode), block_sizes=state.block_sizes)
+        if bins is not None:
+            outcomes = outcomes + count_outcomes(bins, part.block_sizes, after.length - state.length, after.done)
         kept = deferred.keep(kept, features, state, i)
         features = None if now is None else features_of(now.taps, features, taps)
         return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), kept, outcomes
 
-    none = None if widths is None else jnp.zeros((2, size - 1, BINS), jnp.int32)
+    none = jnp.zeros((2, size - 1, BINS), jnp.int32) if settings.has_widths else None
     _, state, kept, outcomes = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, deferred.nothing(), none))
     return deferred.extend(state, kept).restart_draft_contexts(before, extended_contexts(drafter)), outcomes
-
-
-@dataclass(frozen=True)
-class _Widths:
-    """Verification of as many drafts as pay off, in the rounds of a `decode` call.
-
-    Attributes:
-        compiled: As in `Settings.widths`.
-        rates: As of `choose_widths`.
-        prices: As of `choose_widths`.
-    """
-
-    compiled: tuple[int, ...]
-    rates: Float[Array, "drafts bins"]
-    prices: Float[Array, " B"]
-
-    def choose(
-        self, state: DecodeState, scores: Float[Array, "B drafts"] | None
-    ) -> tuple[Int[Array, "B drafts"], DecodeState, Int[Array, ""]]:
-        """The drafts' intervals, the state with the widths as its ``block_sizes``, and the compiled width's index."""
-        shape = len(state.length), self.compiled[-1] - 1
-        bins = jnp.zeros(shape, jnp.int32) if scores is None else bins_of(scores)
-        sizes, index = choose_widths(bins, self.rates, self.prices, state.block_sizes, ~state.done, self.compiled)
-        # A narrow block has no room for several known tokens.
-        has_room = (state.done | (state.num_uncached == 1)).all()
-        return bins, replace(state, block_sizes=sizes), jnp.where(has_room, index, len(self.compiled) - 1)
-
-    def within(self, index: Int[Array, ""], judge: Callable[[Array], T], block: Int[Array, "B T"]) -> T:
-        """``judge(block)`` of the compiled width of ``index``: its arrays [B, width, …], padded with zeros to T."""
-        shapes = jax.eval_shape(judge, block)
-
-        def padded(x: Array, like: Any) -> Array:
-            return jnp.pad(x, [(0, large - small) for small, large in zip(x.shape, like.shape, strict=True)])
-
-        def at(width: int) -> Callable[[], T]:
-            return lambda: jax.tree.map(padded, judge(block[:, :width]), shapes)
-
-        return jax.lax.switch(index, [at(width) for width in self.compiled])
-
-    def outcomes(
-        self, bins: Int[Array, "B drafts"], before: DecodeState, after: DecodeState
-    ) -> Int[Array, "2 drafts bins"]:
-        """`count_outcomes` of a round from the state of `choose` to the one of `accept`."""
-        return count_outcomes(bins, before.block_sizes, after.length - before.length, after.done)
 
 
 class _DeferredContexts:

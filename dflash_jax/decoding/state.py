@@ -39,8 +39,7 @@ class Settings:
         draft_window: The part of the context that the drafter sees.
         drafter: Which drafter proposes, of several; None leaves all of them and their caches out.
         is_alone: Whether the caches of the other drafters are left out.
-        widths: Tokens of a block that the target may verify, ascending, the last ``block_size``; each is compiled.
-            None verifies whole blocks (see `decoding.widths`).
+        has_widths: Whether drafts that are not worth their verification are not verified (see `decoding.widths`).
     """
 
     block_size: int = 16
@@ -49,7 +48,7 @@ class Settings:
     draft_window: DraftWindow = NO_WINDOW
     drafter: int | None = 0
     is_alone: bool = False
-    widths: tuple[int, ...] | None = None
+    has_widths: bool = False
 
 
 PLAIN_SETTINGS = Settings()

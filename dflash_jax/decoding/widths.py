@@ -3,12 +3,10 @@
 A drafter says how likely each of its drafts is, which `engine.acceptance.Calibration` turns into rates of acceptance.
 The product of the rates up to a draft is its chance to be accepted, its *survival*. The price of a verified token is
 the number of tokens that decoding yields in the time that it takes. A draft whose survival is below the price slows
-decoding down. The text is the same whatever is verified.
+decoding down: a mixture reads experts for it that no other token chooses. The text is the same whatever is verified.
 
 Dimension letters: B sequences, D drafts of a block.
 """
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Scores are distinguished by their log-odds, in as many intervals between these bounds.
 BINS, LEAST_LOGIT, GREATEST_LOGIT = 16, -4.0, 6.0
-# The price for sequences of a fixed block size, which verify all of their drafts.
-ALL = -1.0
-# What a draft of these is worth, more than any price.
-_DEMANDED = 1e3
 
 
 def bins_of(scores: Float[Array, "B D"]) -> Int[Array, "B D"]:
@@ -30,42 +24,21 @@ def bins_of(scores: Float[Array, "B D"]) -> Int[Array, "B D"]:
 
 
 def choose_widths(
-    bins: Int[Array, "B D"],
-    rates: Float[Array, "D bins"],
-    prices: Float[Array, " B"],
-    block_sizes: Int[Array, " B"],
-    is_live: Bool[Array, " B"],
-    compiled: Sequence[int],
-) -> tuple[Int[Array, " B"], Int[Array, ""]]:
-    """How many tokens of its block each sequence verifies, and with which of the compiled widths.
-
-    With several compiled widths, a token costs what a place of the chosen one costs, and sequences fill it. With one,
-    the price is that of a token that is verified in it, and the other places cost nothing.
+    bins: Int[Array, "B D"], rates: Float[Array, "D bins"], prices: Float[Array, " B"], block_sizes: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """How many tokens of its block each sequence verifies: the last known one and the drafts that are worth it.
 
     Args:
         bins: From `bins_of`.
         rates: The rate of acceptance of each place and interval, given that the drafts before are accepted.
-        prices: The price of a verified token; `ALL` verifies all drafts. Those of the sequences that are not `ALL` are
-            the same.
+        prices: The price of a verified token; 0 verifies all drafts.
         block_sizes: Tokens that each sequence may verify.
-        is_live: Sequences that decode.
-        compiled: The compiled widths, ascending, of which the last has all drafts.
 
     Returns:
-        Widths int [B], 1 to ``block_sizes``: the last known token and the drafts that are verified after it; and the
-        index of the compiled width.
+        int [B], 1 to ``block_sizes``.
     """
-    survival = jnp.cumprod(rates[jnp.arange(rates.shape[0])[None], bins], axis=1)
-    demands = (prices < 0)[:, None]
-    if len(compiled) == 1:
-        wanted = 1 + (survival >= prices[:, None]).sum(1)
-        return jnp.minimum(wanted, block_sizes), jnp.int32(0)
-    is_in_use = is_live[:, None] & (jnp.arange(bins.shape[1])[None] < (block_sizes - 1)[:, None])
-    worth = jnp.where(is_in_use, jnp.where(demands, _DEMANDED, survival), 0.0).sum(0)
-    gains = worth - jnp.maximum(prices.max(), 0.0) * len(prices)
-    ends = jnp.array([width - 1 for width in compiled])
-    index = jnp.argmax(jnp.concatenate([jnp.zeros(1), jnp.cumsum(gains)])[ends])
-    return jnp.minimum(ends[index] + 1, block_sizes), index
+    survival = jnp.cumprod(rates[jnp.arange(len(rates))[None], bins], axis=1)
+    return jnp.minimum(1 + (survival >= prices[:, None]).sum(1), block_sizes)
 
 
 def count_outcomes(

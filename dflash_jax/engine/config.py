@@ -153,8 +153,7 @@ class EngineConfig:
         markers: Token ids that open a message.
         cut_spacing: The least and the largest distance of a prompt's cuts, as `prefix_cache.cut_points` takes it.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
-        widths: Tokens that rounds may verify, below their block size, for each of which a part of them is compiled.
-            () compiles whole blocks, in which sequences verify fewer; None verifies whole blocks.
+        has_widths: Whether drafts that are not worth their verification are not verified (see `decoding.widths`).
         masks: Whether requests may have masks, so that warm-up compiles their programs.
         media: Whether requests may have images and videos; likewise.
     """
@@ -174,7 +173,7 @@ class EngineConfig:
     markers: frozenset[int] = frozenset()
     cut_spacing: tuple[int, int] = (512, 1024)
     adaptive: bool = True
-    widths: tuple[int, ...] | None = None
+    has_widths: bool = False
     masks: bool = False
     media: bool = False
 

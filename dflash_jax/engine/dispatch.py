@@ -1,9 +1,8 @@
 """What the engine asks of a `ModelRunner` for decoding, and what it gets back."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +17,9 @@ from dflash_jax.engine.steps import REPORT_SIZE
 def round_settings(settings: Settings, speculation: Speculation) -> Settings:
     """What is compiled into rounds; ``settings``: what all programs of an engine share."""
     size = max(speculation.block_size, settings.block_size) if settings.aligned else speculation.block_size
-    widths = settings.widths
-    if widths is not None:
-        # Plain rounds have none to choose from.
-        widths = None if speculation.block_size == 1 else (*(width for width in widths if width < size), size)
-    return replace(
-        settings, block_size=size, drafter=speculation.drafter, is_alone=speculation.is_alone, widths=widths
-    )
+    has_widths = settings.has_widths and speculation.block_size > 1
+    kind = {"drafter": speculation.drafter, "is_alone": speculation.is_alone}
+    return replace(settings, block_size=size, has_widths=has_widths, **kind)
 
 
 @dataclass(frozen=True)
@@ -54,14 +49,6 @@ class Dispatch:
         """New tokens of a slot at most."""
         size = self.speculation.block_size
         return min(self.rounds * size, max(REPORT_SIZE, size))
-
-    def verified_tokens(self, outcome: "Outcome", widths: Sequence[int], shards: int) -> float:
-        """Tokens that all rounds of a data shard took time to verify; ``widths`` as in `EngineConfig`."""
-        assert outcome.verified is not None, "an outcome of whole blocks"
-        if not any(width < self.speculation.block_size for width in widths):
-            return sum(map(sum, outcome.verified)) / shards
-        # Sequences, and padding, fill the compiled width.
-        return float(self.batch_size * sum(map(max, zip_longest(*outcome.verified, fillvalue=1))))
 
 
 @dataclass(frozen=True)

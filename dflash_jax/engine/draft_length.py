@@ -23,7 +23,7 @@ recent acceptance. At long intervals the contexts are kept up for a while nevert
 several drafters, one drafts alone where that is faster and all programs are compiled (`engine.drafting_alone`).
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import log
 from types import MappingProxyType
@@ -33,7 +33,7 @@ import numpy as np
 from dflash_jax.engine.acceptance import USUAL_RATE, Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.drafting_alone import DraftingAlone
-from dflash_jax.engine.round_costs import NO_RECORD, CostRecord, VerificationCost
+from dflash_jax.engine.round_costs import NO_RECORD, CostRecord
 
 # Weight of a new measurement of seconds in their moving average, where it is longer and where it is shorter: what runs
 # beside the engine makes rounds longer, never shorter, and to start and to read a short dispatch takes more of each of
@@ -53,9 +53,6 @@ PREDICTION_ERROR, MEASUREMENT_ERROR, RETRY_S = 5.0, 2.0, 60.0
 PATIENCE_S, PATIENCE = 2.0, 5.0
 # Rounds of a drafter before its record is known well, and the share of the time to learn it, or plain decoding's cost.
 KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
-# Share of a drafting round's seconds over those of a plain one that follows the number of verified tokens, at first:
-# the remainder is the drafter's.
-VERIFIED_SHARE = 0.5
 # Dispatches of a program of which one verifies all drafts, so that rates of acceptance stay known.
 WHOLE_EVERY = 200
 # Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
@@ -72,6 +69,8 @@ class DraftLengthPolicy:
         rates: The acceptance on record for each drafter, as `DrafterRecord` takes it; by default every draft is
             accepted at the usual rate.
         record: Costs that earlier processes measured.
+        predict_token: The cost of a verified draft over that of one that is not, by batch size and block size, in the
+            unit of ``predict``.
 
     Attributes:
         speculations: As given.
@@ -85,8 +84,10 @@ class DraftLengthPolicy:
         predict: Callable[[int, Speculation], float] = lambda batch_size, speculation: 1.0,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
         record: CostRecord = NO_RECORD,
+        predict_token: Callable[[int, int], float] = lambda batch_size, block_size: 0.0,
     ):
         self.speculations, self._predict, self._record = tuple(speculations), predict, record
+        self._predict_token = predict_token
         self.seconds = {key: s for key, s in record.load().items() if key[1] in self.speculations}
         drafters = sorted({each.drafter for each in speculations if each.drafter is not None and each.block_size > 1})
         places = max(each.block_size for each in speculations) - 1
@@ -101,8 +102,7 @@ class DraftLengthPolicy:
         # Dispatches to measure a cost, by batch size and speculation (None: the first, plain one).
         self._guesses: Counter[tuple[int, Speculation | None]] = Counter()
         self._alone = DraftingAlone()
-        # By (batch size, speculation).
-        self._verification: defaultdict[tuple[int, Speculation], VerificationCost] = defaultdict(VerificationCost)
+        # Dispatches whose widths were chosen, by (batch size, speculation).
         self._priced: Counter[tuple[int, Speculation]] = Counter()
         # The shortest of the recent measurements.
         self._least = {key: value / MEASUREMENT_ERROR for key, value in self.seconds.items()}
@@ -146,25 +146,6 @@ class DraftLengthPolicy:
             # Otherwise its context lacks the prompt.
             record.observe(yielded, block_size)
 
-    def observe_widths(
-        self,
-        batch_size: int,
-        speculation: Speculation,
-        verified: float,
-        seconds: float,
-        new_tokens: float,
-    ) -> None:
-        """Adds what the rounds of a dispatch verified, each number the mean of its rounds, on one data shard.
-
-        Args:
-            batch_size: Compiled batch size.
-            speculation: That of the rounds.
-            verified: Tokens that took time: drafts and one of each sequence; of a compiled width, all of its places.
-            seconds: Seconds of a round.
-            new_tokens: Tokens that it yielded.
-        """
-        self._verification[batch_size, speculation].observe(verified, seconds, new_tokens)
-
     def observe_outcomes(self, drafter: int, outcomes: np.ndarray, rounds: int) -> None:
         """Adds the sum of `count_outcomes` of a dispatch's rounds, int [2, drafts, bins], to a drafter's record."""
         self.drafters[drafter].calibration.observe(outcomes, rounds)
@@ -175,17 +156,18 @@ class DraftLengthPolicy:
         The price is 0, so that all drafts are verified, until the drafter is known, and in one of `WHOLE_EVERY`
         dispatches.
         """
-        key, block_size = (batch_size, speculation), speculation.block_size
         assert speculation.drafter is not None, "plain decoding has no drafts"
-        record, line = self.drafters[speculation.drafter], self._verification[key]
-        rates = record.calibration.rates(block_size - 1)
+        record, key = self.drafters[speculation.drafter], (batch_size, speculation)
+        rates = record.calibration.rates(speculation.block_size - 1)
         self._priced[key] += 1
         if record.rounds < KNOWN_ROUNDS or self._priced[key] % WHOLE_EVERY == 0:
             return rates, 0.0
-        plain = min(self.estimate(batch_size, s) for s in (NO_DRAFTER, Speculation(1)) if s in self.speculations)
-        seconds, places = self.estimate(batch_size, speculation) - plain, batch_size * (block_size - 1)
-        slope = line.seconds_per_token(VERIFIED_SHARE * max(seconds, 0.0) / places, places / 4)
-        return rates, slope * line.tokens_per_s
+        # Predictions are compared with what is measured of plain rounds, which verify all of their tokens.
+        plain = [s for s in self.speculations if s.block_size == 1 and (batch_size, s) in self.seconds]
+        known = plain[0] if plain else speculation
+        scale = self.estimate(batch_size, known) / self._predict(batch_size, known)
+        seconds = scale * self._predict_token(batch_size, speculation.block_size)
+        return rates, seconds * batch_size * self._tokens(speculation) / self.estimate(batch_size, speculation)
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""

@@ -400,10 +400,6 @@ class Engine:
         if rounds and not ticket.prefills and not has_masks:
             seconds = done - max(ticket.started, self._last_done)
             self.policy.observe_seconds(*key, seconds / rounds, rounds)
-            if outcome.outcomes is not None:
-                verified = dispatch.verified_tokens(outcome, self.config.widths, self.runner.shards)
-                new_tokens = sum(map(sum, outcome.yielded)) / self.runner.shards
-                self.policy.observe_widths(*key, verified / rounds, seconds / rounds, new_tokens / rounds)
         if outcome.outcomes is not None and dispatch.speculation.drafter is not None:
             self.policy.observe_outcomes(dispatch.speculation.drafter, outcome.outcomes, rounds)
 

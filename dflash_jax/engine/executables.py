@@ -156,7 +156,7 @@ class Executables(Programs):
     def lower_decode(self, state: DecodeState, batch: int, settings: Settings):
         """`steps.decode` of ``batch`` slots of an abstract state: a ``jax.stages.Lowered``."""
         slots, rates, prices = self._abstract(batch), None, None
-        if settings.widths is not None:
+        if settings.has_widths:
             sharding = NamedSharding(self.mesh, REPLICATED)
             rates = jax.ShapeDtypeStruct((settings.block_size - 1, BINS), jnp.float32, sharding=sharding)
             prices = self._abstract(batch, dtype=jnp.float32)

@@ -341,7 +341,7 @@ class ModelRunner:
         settings = self._settings(dispatch.speculation)
         self._used.add((dispatch.batch_size, dispatch.speculation))
         rates = prices = None
-        if settings.widths is not None:
+        if settings.has_widths:
             # Without prices all drafts are worth their verification.
             rates = np.ones((settings.block_size - 1, BINS), np.float32) if dispatch.rates is None else dispatch.rates
             prices = np.zeros(len(indices), np.float32)

@@ -16,8 +16,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dflash_jax.decoding.speculative import DEFERRED_SIZE, EXTENSION_SIZE
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.model_size import Weights, weigh
@@ -115,43 +113,21 @@ class RoundCosts:
         others = sum(contexts) - self._contexts[speculation.drafter]
         return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)
 
-
-# Weight of a dispatch in the line of costs over widths, and of the prior slope in dispatches whose widths differ by a
-# quarter of the block; bounds of the slope over the prior's.
-LINE_WEIGHT, SLOPE_DISPATCHES, SLOPE_ERROR = 0.02, 10.0, 4.0
-
-
-class VerificationCost:
-    """Rounds of one program by the tokens that they verify: a line, fitted to recent dispatches.
-
-    Attributes:
-        tokens_per_s: New tokens of all sequences a second; 0 at first.
-    """
-
-    def __init__(self):
-        # Sums of 1, x, x², s, x s and new tokens; x: verified tokens of a round, s: its seconds.
-        self._sums = np.zeros(6)
-
-    def observe(self, verified: float, seconds: float, new_tokens: float) -> None:
-        """Adds a dispatch; each is the mean of its rounds."""
-        new = np.array([1.0, verified, verified**2, seconds, verified * seconds, new_tokens])
-        self._sums = (1 - LINE_WEIGHT) * self._sums + new
-
-    @property
-    def tokens_per_s(self) -> float:
-        return float(self._sums[5] / self._sums[3]) if self._sums[3] else 0.0
-
-    def seconds_per_token(self, prior: float, spread: float) -> float:
-        """Seconds that another verified token takes.
+    def verified_token(self, batch_size: int, block_size: int) -> float:
+        """The cost of a draft that is verified over that of one that is not: what its experts take.
 
         Args:
-            prior: Their predicted number.
-            spread: Tokens by which widths may well differ.
+            batch_size: Sequences on a data shard.
+            block_size: The compiled block size, whose places the remainder of a pass computes in any case.
         """
-        count, x, xx, s, xs, _ = self._sums
-        weight = SLOPE_DISPATCHES * spread**2
-        slope = (xs - x * s / max(count, 1.0) + weight * prior) / (xx - x * x / max(count, 1.0) + weight)
-        return float(np.clip(slope, prior / SLOPE_ERROR, prior * SLOPE_ERROR))
+        weights, tokens = self._target, batch_size * block_size
+        dense, item = weights.read(0), weights.total * self._parts / weights.parameters
+
+        def verification(verified: int) -> float:
+            operations = 2 * (tokens * dense + verified * (weights.read(1) - dense)) / item
+            return max(weights.read(verified) / self._read_speed, operations / self._operations)
+
+        return (verification(tokens) - verification(batch_size)) / max(tokens - batch_size, 1)
 
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dflash_jax.decoding.widths import ALL
 from dflash_jax.engine.acceptance import Acceptances
 from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, Speculation
 from dflash_jax.engine.dispatch import Dispatch
@@ -117,10 +116,10 @@ class DecodeScheduler:
         self.is_drafting, largest = speculation != NO_DRAFTER, speculation.block_size
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
         dispatch = Dispatch(slots, block_sizes, rounds, speculation, batch_size)
-        if self._config.widths is None or largest == 1 or any(r.mask for r in batch):
+        if not self._config.has_widths or largest == 1 or any(r.mask for r in batch):
             return dispatch
         rates, price = self._policy.widths(batch_size, speculation)
-        prices = tuple(price if r.block_size == "auto" else ALL for r in batch)
+        prices = tuple(price if r.block_size == "auto" else 0.0 for r in batch)
         return replace(dispatch, rates=rates, prices=prices)
 
     def _speculation(self, batch: Sequence[Request], batch_size: int, allowed: Sequence[Speculation]) -> Speculation:

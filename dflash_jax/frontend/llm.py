@@ -39,6 +39,7 @@ from dflash_jax.frontend.loading import (
     shortlist,
 )
 from dflash_jax.frontend.sync_engine import SyncEngine
+from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import config_of, vocabulary_of
 from dflash_jax.models.drafting import Drafting, DraftWindow, check_complete, together
@@ -52,9 +53,6 @@ log = logging.getLogger("dflash_jax")
 # Block sizes that rounds are compiled for, below the drafter's own. On a CPU each further token of a block costs time,
 # and so it does where each draft is a step of the drafter.
 BLOCK_SIZES, CPU_BLOCK_SIZES, STEPPED_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16), (1, 2, 4, 6, 8)
-# Widths below the block size for which verification is compiled. On a CPU a place of a block takes time whether its
-# token is verified or not; elsewhere experts that no verified token chooses are not read.
-VERIFIED_WIDTHS, CPU_VERIFIED_WIDTHS = (), (2, 4, 8)
 
 
 def compiled_block_sizes(largest: int, block_size: BlockSize, is_stepped: bool) -> tuple[int, ...]:
@@ -315,7 +313,7 @@ class LLM(Generation):
         if not all(isinstance(drafter, Drafter | Mtp) for drafter in self.drafters):
             # What an object of the caller's computes has no name.
             record = NO_RECORD
-        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record)
+        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record, costs.verified_token)
 
     def new_engine(
         self,
@@ -345,11 +343,11 @@ class LLM(Generation):
         policy = policy or self._new_policy(programs)
         exact, has_triton = self.reproducible, self.backend.has_triton
         block_size = max(BLOCK_SIZES[-1], policy.speculations[-1].block_size) if exact else 1
-        widths = CPU_VERIFIED_WIDTHS if jax.default_backend() == "cpu" else VERIFIED_WIDTHS
-        if exact or self.block_size != "auto" or programs.pair[1] is None:
-            widths = None
+        # A draft that is not verified saves its experts; everything else reads the same weights without it.
+        has_experts = any(isinstance(layer.ffn, MoeSpec) for layer in self.config.layers)
+        has_widths = has_experts and self.block_size == "auto" and not exact and programs.pair[1] is not None
         top = min(MAX_LOGPROBS, self.config.vocab_size)
-        settings = Settings(block_size, exact, top, self.draft_window, widths=widths)
+        settings = Settings(block_size, exact, top, self.draft_window, has_widths=has_widths)
         options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
         config = EngineConfig(
             speculations=policy.speculations,
@@ -359,7 +357,7 @@ class LLM(Generation):
             swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             adaptive=not exact,
-            widths=widths,
+            has_widths=has_widths,
             media=self.encoder is not None,
             recomputes_exactly=exact or self.dtype == "float32",
             **options,

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.decoding.sampling import best_candidates, draw
+from dflash_jax.decoding.sampling import best_candidates, draw, draw_drafts
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, SamplingState, sampling_mode
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
@@ -162,8 +162,9 @@ def test_draws_from_some_tokens_and_best_candidates_are_those_of_one_device():
         mode = sampling_mode(rows)
         part = best_candidates(some, rows, positions, mode, 4, ids)
         whole = best_candidates(logits, rows, positions, mode, 4)
-        drawn = draw(some, rows, positions, mode, ids=ids)[0]
-        return drawn, part.tokens, part.scores, whole.tokens, whole.scores
+        drawn, scores = draw_drafts(some, rows, positions, mode, ids, has_scores=True)
+        drafts, whole_scores = draw_drafts(logits, rows, positions, mode, has_scores=True)
+        return drawn, drafts, scores, whole_scores, part.tokens, part.scores, whole.tokens, whole.scores
 
     expected = jax.jit(all_of)(logits, logits[..., ids], alone, positions)
     mapped = jax.shard_map(all_of, mesh=layout.mesh(), in_specs=in_specs, out_specs=spec("data"), check_vma=False)
