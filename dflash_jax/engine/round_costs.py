@@ -113,21 +113,26 @@ class RoundCosts:
         others = sum(contexts) - self._contexts[speculation.drafter]
         return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)
 
-    def verified_token(self, batch_size: int, block_size: int) -> float:
-        """The cost of a draft that is verified over that of one that is not: what its experts take.
+    def saved(self, places: int, verified: float) -> float:
+        """The cost of the experts of drafts that are not verified, which are not read.
 
         Args:
-            batch_size: Sequences on a data shard.
-            block_size: The compiled block size, whose places the remainder of a pass computes in any case.
+            places: Tokens of a pass on a data shard, whose other weights and products they share in any case.
+            verified: Those that are verified.
         """
-        weights, tokens = self._target, batch_size * block_size
+        weights = self._target
         dense, item = weights.read(0), weights.total * self._parts / weights.parameters
 
-        def verification(verified: int) -> float:
-            operations = 2 * (tokens * dense + verified * (weights.read(1) - dense)) / item
-            return max(weights.read(verified) / self._read_speed, operations / self._operations)
+        def cost(tokens: float) -> float:
+            operations = 2 * (places * dense + tokens * (weights.read(1) - dense)) / item
+            return max(weights.read(tokens) / self._read_speed, operations / self._operations)
 
-        return (verification(tokens) - verification(batch_size)) / max(tokens - batch_size, 1)
+        return cost(places) - cost(verified)
+
+    def verified_token(self, batch_size: int, block_size: int) -> float:
+        """The mean cost of a draft that is verified, of all of a block, over that of one that is not."""
+        places = batch_size * block_size
+        return self.saved(places, batch_size) / max(places - batch_size, 1)
 
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of

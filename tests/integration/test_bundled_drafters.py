@@ -93,7 +93,9 @@ def test_drafts_that_are_not_worth_it_are_not_verified(llm, prompts, plain, roun
     monkeypatch.setattr(DraftLengthPolicy, "widths", lambda self, *key: (choose(self, *key)[0], 0.4))
     engine, params = llm.new_engine(llm.programs, 4, 256), llm.defaults.fill(PARAMS[temperature])
     assert engine.runner.settings.has_widths
-    requests = [Request(prompt, params, block_size=size) for prompt, size in zip(prompts, ["auto", 3, "auto"])]
+    requests = [
+        Request(prompt, params, block_size=size) for prompt, size in zip(prompts, ["auto", 3, "auto"], strict=False)
+    ]
     for request in requests:
         engine.submit(request)
     measure = engine._measure
@@ -107,7 +109,7 @@ def test_drafts_that_are_not_worth_it_are_not_verified(llm, prompts, plain, roun
     monkeypatch.setattr(engine, "_measure", seen)
     while engine.has_work:
         engine.step()
-    for request, prompt, tokens in zip(requests, prompts, plain[temperature]):
+    for request, prompt, tokens in zip(requests, prompts, plain[temperature], strict=False):
         parting = divergence(llm, prompt, tokens, request.tokens, PARAMS[temperature])
         assert parting is None or parting.is_tie
     assert {*verified[3]} == {3}
