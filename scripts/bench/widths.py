@@ -11,6 +11,7 @@ rounds it gives within a tenth to a fifth of what was measured there, with these
 
 import argparse
 import json
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from dflash_jax.parallel.sharding import Layout
 from dflash_jax.planner import abstract_pair, read_shapes
 from dflash_jax.training.corpus import standard_library
 from dflash_jax.training.evaluation import held_out_prompts
+from tools.bundled_pair import with_positions
 
 FLAGSHIP = "configs/hf/Qwen3.6-35B-A3B.json", "configs/hf/Qwen3.6-35B-A3B-DFlash.json"
 PRICES, REQUESTS, CHUNK, ROUNDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5), (1, 8, 32), 64, 16
@@ -143,7 +145,7 @@ def rows_of(bench: Bench, sizes: list[int], costs: RoundCosts, name: str) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="default: the bundled pair")
+    parser.add_argument("--target", help="default: the bundled pair, its positions raised")
     parser.add_argument("--draft")
     parser.add_argument("--data", metavar="FILE", help='JSON lines {"turns": ["…"]}, as benchmark_data.py writes them')
     parser.add_argument("--prompts", type=int, default=32)
@@ -152,7 +154,11 @@ def main() -> None:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
-    llm = LLM(args.target, args.draft) if args.draft else LLM(args.target)
+    with tempfile.TemporaryDirectory() as directory:
+        pair = args.target, args.draft
+        if args.target is None:
+            pair = tuple(map(str, with_positions(Path(directory), max(args.contexts) + args.new_tokens)))
+        llm = LLM(*pair)
     costs, rows = flagship(), []
     for context in args.contexts:
         if args.data:
