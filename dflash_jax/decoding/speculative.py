@@ -440,7 +440,7 @@ def decode_by_widths(
             block = next_block(target, drafter, state, settings, mode)
         logits, features, record = verify(target, part, block, taps)
         after = replace(decide(part, block, logits, None, mode), block_sizes=state.block_sizes)
-        if bins is not None:
+        if bins is not None and outcomes is not None:
             outcomes = outcomes + count_outcomes(bins, part.block_sizes, after.length - state.length, after.done)
         kept = deferred.keep(kept, features, state, i)
         features = None if now is None else features_of(now.taps, features, taps)

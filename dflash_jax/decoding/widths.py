@@ -8,6 +8,9 @@ decoding down: a mixture reads experts for it that no other token chooses. The t
 Dimension letters: B sequences, D drafts of a block.
 """
 
+# Most functions of JAX have partial annotations.
+# pyright: reportUnknownMemberType=false
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int

@@ -112,7 +112,7 @@ class TargetHeads:
     logits: Callable[..., Array]
     draw: Callable[..., Array]
     candidates: Callable[..., Any]
-    scored_draw: Callable[..., tuple[Array, Array]] | None = None
+    scored_draw: Callable[..., tuple[Array, Array | None]] | None = None
 
     def draw_drafts(
         self, logits: Float[Array, "B drafts V"], positions: Int[Array, "B drafts"], ids: Int[Array, " V"] | None = None

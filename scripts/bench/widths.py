@@ -30,6 +30,7 @@ from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.engine.acceptance import Calibration
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.round_costs import RoundCosts, platform_named
+from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.planner import abstract_pair, read_shapes
@@ -74,6 +75,7 @@ class Bench:
     """
 
     def __init__(self, llm: LLM, prompts: list[list[int]], new_tokens: int, temperature: float):
+        assert isinstance(llm.drafter, Drafter), "one DFlash drafter"
         self._pair = unpack_weights(llm.target), unpack_weights(llm.drafter)
         self._prompts, self._new_tokens, rows = prompts, new_tokens, len(prompts)
         greedy = SamplingState.greedy(rows, llm.config.vocab_size, llm.target.vocab, llm.target.backend)
@@ -116,6 +118,7 @@ def flagship() -> RoundCosts:
     """The cost model of Qwen3.6-35B-A3B with its drafter on an H200, in bfloat16."""
     backend = backend_for("h200", "auto")
     target, drafter = abstract_pair(read_shapes(*FLAGSHIP), Layout(), jnp.bfloat16, None, backend)
+    assert drafter is not None
     return RoundCosts(target, [drafter], platform_named("gpu"))
 
 

@@ -118,7 +118,7 @@ def test_every_price_gives_the_plain_tokens(request, target, drafter, mode):
 def test_a_round_verifies_what_its_scores_say(target, drafter):
     start = init_state(target, drafter, PROMPTS, NEW, settings=SETTINGS, capacity=64, sampling=SAMPLING["sampled"])
     state = fast.prefill(target, drafter, start, 8)
-    rates = np.random.default_rng(6).uniform(0.5, 1.0, (SIZE - 1, BINS)).astype(np.float32)
+    rates = jnp.asarray(np.random.default_rng(6).uniform(0.5, 1.0, (SIZE - 1, BINS)), jnp.float32)
     prices = jnp.full(4, 0.3)
     for _ in range(4):
         scores = rounds_apart(target, drafter, state)[1]
