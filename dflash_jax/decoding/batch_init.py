@@ -255,5 +255,6 @@ def admit(target: Decoder, state: DecodeState, slots: Int[Array, "1"], admission
         sampling=sampling,
         rounds=zero,
         yielded=jnp.zeros_like(one.yielded),
+        verified=jnp.zeros_like(one.verified),
     )
     return put_slots(state, fresh)

@@ -230,7 +230,6 @@ def draw_processed(
     processed: Float[Array, "B T V"],
     sampling: SamplingState,
     positions: Int[Array, "B T"],
-    ids: Int[Array, " V"] | None = None,
 ) -> Int[Array, "B T"]:
     """Draws from processed logits.
 
@@ -238,15 +237,14 @@ def draw_processed(
         processed: float32 [B, T, V].
         sampling: Options.
         positions: Absolute positions of the drawn tokens, int [B, T].
-        ids: As in `add_noise`.
 
     Returns:
-        Indices into V, int32 [B, T]: token ids, unless ``ids`` is given. NOTHING_ALLOWED where the largest logit is not
+        Token ids, int32 [B, T]. NOTHING_ALLOWED where the largest logit is not
         finite; `draw` replaces it by NOT_FINITE where the raw logits are not finite.
     """
 
     def random(logits: Array) -> tuple[Array, Array]:
-        return sampling.argmax(add_noise(logits, sampling, positions, ids))
+        return sampling.argmax(add_noise(logits, sampling, positions))
 
     tokens, largest = jax.lax.cond((sampling.temperature > 0).any(), random, sampling.argmax, processed)
     return _mark_invalid(tokens, largest, NOTHING_ALLOWED)
@@ -351,6 +349,46 @@ def best_candidates(
     return Candidates(tokens if ids is None else ids[tokens], scores, scale)
 
 
+def draw_drafts(
+    logits: Float[Array, "B T V"],
+    sampling: SamplingState,
+    positions: Int[Array, "B T"],
+    mode: Int[Array, " B"],
+    ids: Int[Array, " V"] | None = None,
+    has_scores: bool = False,
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"] | None]:
+    """The tokens that `draw` would draw from a drafter's logits, and how likely it says that they are.
+
+    Args:
+        logits: As of `draw`.
+        sampling: As of `draw`.
+        positions: As of `draw`.
+        mode: As of `draw`.
+        ids: Token ids of the logits, int [V], ascending; None for the whole vocabulary.
+        has_scores: Whether scores are computed.
+
+    Returns:
+        Tokens int32 [B, T], also where logits are not finite; and their scores, the share of each in a softmax over
+        what the draw compares, the noise included, float32 [B, T], or None.
+    """
+
+    def largest(values: Array, options: SamplingState) -> tuple[Array, Array | None]:
+        tokens, most = options.argmax(values)
+        return tokens, None if not has_scores else 1 / options.vocab.sum(jnp.exp(values - most[..., None]).sum(-1))
+
+    def greedy() -> tuple[Array, Array | None]:
+        return largest(logits, sampling if ids is None else replace(sampling, vocab=UNSHARDED))
+
+    def general() -> tuple[Array, Array | None]:
+        options = sampling if ids is None else sampling.for_tokens(ids)
+        processed = process_logits(logits, options, mode=mode)
+        return largest(add_noise(processed, options, positions, ids), options)
+
+    tokens, scores = jax.lax.cond((mode != GREEDY).any(), general, greedy)
+    tokens = tokens.astype(jnp.int32)
+    return tokens if ids is None else ids[tokens], scores
+
+
 def draw(
     logits: Float[Array, "B T V"],
     sampling: SamplingState,
@@ -361,7 +399,6 @@ def draw(
     mask: UInt32[Array, "B T words"] | None = None,
     wants_logprobs: Bool[Array, " B"] | None = None,
     top: int = 0,
-    ids: Int[Array, " V"] | None = None,
 ) -> tuple[Int[Array, "B T"], Logprobs | None]:
     """Draws tokens from raw logits.
 
@@ -379,11 +416,9 @@ def draw(
         mask: As in `process_logits`.
         wants_logprobs: Sequences whose log-probabilities are used, bool [B]; None for no log-probabilities at all.
         top: Most likely tokens of the log-probabilities.
-        ids: Token ids of the logits, int [V], ascending; None for the whole vocabulary. With ``ids``, only logits,
-            sampling, positions and mode may be given.
 
     Returns:
-        Tokens int32 [B, T], or NOT_FINITE or NOTHING_ALLOWED (without ``ids``); and `Logprobs` [B, T], zeros where no
+        Tokens int32 [B, T], or NOT_FINITE or NOTHING_ALLOWED; and `Logprobs` [B, T], zeros where no
         sequence wants any, or None without ``wants_logprobs``.
     """
 
@@ -391,19 +426,16 @@ def draw(
         return Logprobs.zeros(positions.shape, top)
 
     def greedy() -> tuple[Array, Logprobs | None]:
-        options = sampling if ids is None else replace(sampling, vocab=UNSHARDED)
-        tokens, largest = options.argmax(_apply_mask(logits, sampling, mask))
+        tokens, largest = sampling.argmax(_apply_mask(logits, sampling, mask))
         nothing_allowed = mask is not None and largest == -jnp.inf
         tokens = _mark_invalid(tokens, largest, jnp.where(nothing_allowed, NOTHING_ALLOWED, NOT_FINITE))
         return tokens, None if wants_logprobs is None else no_logprobs()
 
     def general() -> tuple[Array, Logprobs | None]:
-        options = sampling if ids is None else sampling.for_tokens(ids)
-        processed = process_logits(logits, options, block, num_known, mask, mode)
-        tokens = draw_processed(processed, options, positions, ids)
-        if ids is None:
-            # Raw logits are checked too: a filter may remove a NaN.
-            tokens = jnp.where(jnp.isfinite(sampling.argmax(logits)[1]), tokens, NOT_FINITE)
+        processed = process_logits(logits, sampling, block, num_known, mask, mode)
+        # Raw logits are checked too: a filter may remove a NaN.
+        drawn = draw_processed(processed, sampling, positions)
+        tokens = jnp.where(jnp.isfinite(sampling.argmax(logits)[1]), drawn, NOT_FINITE)
         if wants_logprobs is None:
             return tokens, None
 
@@ -413,5 +445,4 @@ def draw(
         return tokens, jax.lax.cond(wants_logprobs.any(), with_logprobs, no_logprobs)
 
     is_general = mode != GREEDY if wants_logprobs is None else (mode != GREEDY) | wants_logprobs
-    tokens, logprobs = jax.lax.cond(is_general.any(), general, greedy)
-    return tokens if ids is None else ids[tokens], logprobs
+    return jax.lax.cond(is_general.any(), general, greedy)

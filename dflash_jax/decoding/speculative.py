@@ -31,9 +31,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dflash_jax.decoding.sampling import Logprobs, best_candidates, draw
+from dflash_jax.decoding.sampling import Logprobs, best_candidates, draw, draw_drafts
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
+from dflash_jax.decoding.widths import BINS, bins_of, choose_widths, count_outcomes
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import (
@@ -123,14 +124,35 @@ def propose(
     Returns:
         The block, int [B, T]: known tokens, then drafts.
     """
-    size = settings.block_size
+    return propose_scored(target, drafter, state, settings, mode)[0]
+
+
+def propose_scored(
+    target: Decoder,
+    drafter: Drafting,
+    state: DecodeState,
+    settings: Settings,
+    mode: Int[Array, " B"] | None,
+) -> tuple[Int[Array, "B T"], Float[Array, "B drafts"] | None]:
+    """`propose`, with the scores of the drafts after the last known token.
+
+    Args:
+        target: As of `propose`.
+        drafter: As of `propose`.
+        state: As of `propose`.
+        settings: As of `propose`.
+        mode: As of `propose`.
+
+    Returns:
+        The block, and `Proposal.scores`; None for these where ``settings`` has no widths, or the drafter no scores.
+    """
+    size, has_scores = settings.block_size, settings.has_widths
     mode = _live_mode(state, mode)
 
-    def draw_draft(
+    def scored_draw(
         logits: Float[Array, "B drafts N"], positions: Int[Array, "B drafts"], ids: Int[Array, " N"] | None = None
-    ) -> Int[Array, "B drafts"]:
-        # A draft is a token even where the drafter's logits are not finite.
-        return jnp.maximum(draw(logits, state.sampling, positions, mode, ids=ids)[0], 0)
+    ) -> tuple[Int[Array, "B drafts"], Float[Array, "B drafts"] | None]:
+        return draw_drafts(logits, state.sampling, positions, mode, ids, has_scores)
 
     def candidates(
         logits: Float[Array, "B drafts N"],
@@ -142,13 +164,19 @@ def propose(
 
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
-    heads = TargetHeads(target.embed_tokens, target.logits, draw_draft, candidates)
+    heads = TargetHeads(
+        target.embed_tokens,
+        target.logits,
+        lambda *args, **kwargs: scored_draw(*args, **kwargs)[0],
+        candidates,
+        scored_draw if has_scores else None,
+    )
     window = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start[:, proposer(drafter)])
     proposal = drafter.propose(state.draft, last, start, state.block_sizes, size, heads, window)
     # The first draft follows the last known token, at place num_uncached of the block.
     places = jnp.arange(size)[None] - state.num_uncached[:, None]
     drafts = jnp.take_along_axis(proposal.tokens, jnp.clip(places, 0, size - 2), axis=1)
-    return jnp.where(places < 0, state.uncached_tokens(size), drafts)
+    return jnp.where(places < 0, state.uncached_tokens(size), drafts), proposal.scores if has_scores else None
 
 
 def next_block(
@@ -232,9 +260,11 @@ def decide(
     after = _append(state, samples, num_known - 1, jnp.where(state.done, 0, run - num_known + 1), logprobs)
     num_yielded = after.length - state.length
     place = jnp.where(num_yielded > 0, state.rounds, state.yielded.shape[1])
+    at = jnp.arange(len(place)), place
     return replace(
         after,
-        yielded=state.yielded.at[jnp.arange(len(place)), place].set(num_yielded, mode="drop"),
+        yielded=state.yielded.at[at].set(num_yielded, mode="drop"),
+        verified=state.verified.at[at].set(state.block_sizes, mode="drop"),
         rounds=state.rounds + (num_yielded > 0),
     )
 
@@ -350,35 +380,75 @@ def decode(
         state: The state.
         rounds: Rounds at most (runtime data). They end before deferred contexts have no more room.
         new_tokens: New tokens of a sequence at most, but for those of the first round (runtime data); None is no bound.
-        settings: What is compiled in.
+        settings: What is compiled in, without widths.
 
     Returns:
         The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``. It
         has the log-probabilities of the last RECORDED positions.
+    """
+    return decode_by_widths(target, drafter, state, rounds, new_tokens, settings, None, None)[0]
+
+
+def decode_by_widths(
+    target: Decoder,
+    drafter: Drafting | None,
+    state: DecodeState,
+    rounds: int | Int[Array, ""],
+    new_tokens: int | Int[Array, ""] | None,
+    settings: Settings,
+    rates: Float[Array, "drafts bins"] | None,
+    prices: Float[Array, " B"] | None,
+) -> tuple[DecodeState, Int[Array, "2 drafts bins"] | None]:
+    """`decode`, in which drafts that are not worth their verification are not verified.
+
+    Args:
+        target: As of `decode`.
+        drafter: As of `decode`.
+        state: As of `decode`.
+        rounds: As of `decode`.
+        new_tokens: As of `decode`.
+        settings: What is compiled in; without widths, whole blocks are verified.
+        rates: As of `choose_widths`; None without widths.
+        prices: Likewise.
+
+    Returns:
+        The state, and the sum of `count_outcomes` of all rounds; None without widths.
     """
     taps, size = drafter.taps if drafter is not None else (), settings.block_size
     now, later = _contexts(drafter, size)
     deferred = _DeferredContexts(target, drafter, later, taps, state, size)
     before, mode = state, sampling_mode(state.sampling)
 
-    def goes_on(carry: tuple[Array, DecodeState, Array | None]) -> Array:
-        i, state, _ = carry
+    def goes_on(carry: tuple[Array, DecodeState, Array | None, Array | None]) -> Array:
+        i, state, *_ = carry
         num_gained = (state.length - before.length).max()
         has_room = True if new_tokens is None else num_gained + size <= new_tokens
         has_room = has_room & deferred.has_room(state, i)
         return (i < rounds) & ~state.done.all() & (has_room | (i == 0))
 
-    def body(carry: tuple[Array, DecodeState, Array | None]) -> tuple[Array, DecodeState, Array | None]:
-        i, state, kept = carry
-        block = next_block(target, drafter, state, settings, mode)
-        logits, features, record = verify(target, state, block, taps)
-        after = decide(state, block, logits, None, mode)
+    def body(carry: tuple[Array, DecodeState, Array | None, Array | None]) -> tuple[Any, ...]:
+        i, state, kept, outcomes = carry
+        part, bins = state, None
+        if settings.has_widths:
+            assert drafter is not None, "widths without a drafter"
+            assert rates is not None, "widths without rates of acceptance"
+            assert prices is not None, "widths without prices"
+            block, scores = propose_scored(target, drafter, state, settings, mode)
+            bins = jnp.zeros((len(block), size - 1), jnp.int32) if scores is None else bins_of(scores)
+            part = replace(state, block_sizes=choose_widths(bins, rates, prices, state.block_sizes))
+        else:
+            block = next_block(target, drafter, state, settings, mode)
+        logits, features, record = verify(target, part, block, taps)
+        after = replace(decide(part, block, logits, None, mode), block_sizes=state.block_sizes)
+        if bins is not None and outcomes is not None:
+            outcomes = outcomes + count_outcomes(bins, part.block_sizes, after.length - state.length, after.done)
         kept = deferred.keep(kept, features, state, i)
         features = None if now is None else features_of(now.taps, features, taps)
-        return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), kept
+        return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), kept, outcomes
 
-    _, state, kept = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, deferred.nothing()))
-    return deferred.extend(state, kept).restart_draft_contexts(before, extended_contexts(drafter))
+    none = jnp.zeros((2, size - 1, BINS), jnp.int32) if settings.has_widths else None
+    _, state, kept, outcomes = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, deferred.nothing(), none))
+    return deferred.extend(state, kept).restart_draft_contexts(before, extended_contexts(drafter)), outcomes
 
 
 class _DeferredContexts:

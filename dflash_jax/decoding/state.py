@@ -39,6 +39,7 @@ class Settings:
         draft_window: The part of the context that the drafter sees.
         drafter: Which drafter proposes, of several; None leaves all of them and their caches out.
         is_alone: Whether the caches of the other drafters are left out.
+        has_widths: Whether drafts that are not worth their verification are not verified (see `decoding.widths`).
     """
 
     block_size: int = 16
@@ -47,6 +48,7 @@ class Settings:
     draft_window: DraftWindow = NO_WINDOW
     drafter: int | None = 0
     is_alone: bool = False
+    has_widths: bool = False
 
 
 PLAIN_SETTINGS = Settings()
@@ -86,6 +88,7 @@ class DecodeState:
         sampling: Sampling options and token counts.
         rounds: Rounds so far, [B].
         yielded: Tokens that each round yielded, [B, L].
+        verified: Tokens that it might have yielded: the drafts that were verified and one, [B, L].
         logprobs: Log-probabilities at the last positions, [B, R], those of position p at p % R: what a dispatch adds is
             read before the next one. None where they are not recorded.
         slots: Slots of the larger state, [B]; indices past its end are padding. None: this is the larger state.
@@ -108,6 +111,7 @@ class DecodeState:
     sampling: SamplingState
     rounds: Int[Array, " B"]
     yielded: Int[Array, "B L"]
+    verified: Int[Array, "B L"]
     logprobs: Logprobs | None = None
     slots: Int[Array, " B"] | None = None
 
@@ -213,6 +217,7 @@ def empty_state(
         draft=draft_caches,
         sampling=SamplingState.greedy(slots, vocab, target.vocab, target.backend),
         yielded=jnp.zeros((slots, capacity), jnp.int32),
+        verified=jnp.zeros((slots, capacity), jnp.int32),
         logprobs=Logprobs.zeros((slots, min(capacity, RECORDED)), top) if top >= 0 else None,
     )
 

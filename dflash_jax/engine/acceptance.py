@@ -19,6 +19,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from dflash_jax.decoding.widths import BINS, GREATEST_LOGIT, LEAST_LOGIT
+
 # Factor by which earlier rounds count less after each round, of a sequence and of all requests together.
 DECAY, OVERALL_DECAY = 0.95, 0.998
 # Weight, in rejections, of all requests' acceptance in a sequence's odds ratio.
@@ -33,6 +35,8 @@ USUAL_RATE, RECORD_ROUNDS = 0.7, 40.0
 EASY_RATIO = 2.0
 # Weight of rounds with one drafter in the odds ratio of another one.
 OTHERS_WEIGHT = 0.25
+# Weights, in drafts, of a score as it is in the rate of its interval, and of all places' rates in one place's.
+SCORE_DRAFTS, ALL_PLACES_DRAFTS = 8.0, 4.0
 # How fast the best recent odds ratio follows a sequence that is better, and one that is worse.
 RISE, FALL = 0.5, 0.02
 
@@ -81,6 +85,41 @@ def odds_ratio(drafter: int, acceptances: Mapping[int, Acceptance]) -> float:
     return usual / rejected
 
 
+class Calibration:
+    """At which rate drafts of a score are accepted, by the rounds of all requests.
+
+    A drafter's score is meant to be the draft's probability, but few are calibrated, and a draft is accepted where it
+    equals one draw. The rate of an interval of scores is that of all places, with the score itself as prior; the odds
+    of a place are proportional to these.
+
+    Args:
+        places: Drafts of the largest block.
+    """
+
+    def __init__(self, places: int):
+        # Drafts that were verified after accepted ones, and the accepted ones among them, by place and interval.
+        self._reached, self._accepted = np.zeros((2, places, BINS))
+        step = (GREATEST_LOGIT - LEAST_LOGIT) / BINS
+        self._prior = 1 / (1 + np.exp(-LEAST_LOGIT - step * (np.arange(BINS) + 0.5)))
+
+    def observe(self, outcomes: np.ndarray, rounds: int) -> None:
+        """Adds the sum of `count_outcomes` of ``rounds`` rounds, int [2, drafts, BINS]."""
+        decay, drafts = OVERALL_DECAY**rounds, outcomes.shape[1]
+        counts = decay * np.stack([self._reached, self._accepted])
+        counts[:, :drafts] += outcomes
+        self._reached, self._accepted = counts
+
+    def rates(self, drafts: int) -> np.ndarray:
+        """The rates of the first ``drafts`` places, float32 [drafts, BINS], as `choose_widths` takes them."""
+        reached, accepted, weight = self._reached, self._accepted, ALL_PLACES_DRAFTS
+        shared = (accepted.sum(0) + SCORE_DRAFTS * self._prior) / (reached.sum(0) + SCORE_DRAFTS)
+        taken, expected = accepted.sum(1), (reached * shared).sum(1)
+        lost, expected_lost = reached.sum(1) - taken, (reached * (1 - shared)).sum(1)
+        ratio = (taken + weight) * (expected_lost + weight) / ((expected + weight) * (lost + weight))
+        odds = np.multiply.outer(ratio, shared / (1 - shared))
+        return (odds / (1 + odds))[:drafts].astype(np.float32)
+
+
 class DrafterRecord:
     """How a drafter's drafts were accepted in the rounds of all requests, by their place in the block.
 
@@ -94,6 +133,7 @@ class DrafterRecord:
             ``odds``, so that all sequences of a dispatch are compared with the same numbers.
         best_ratio: The best recent odds ratio of a sequence.
         rounds: Number of observed rounds.
+        calibration: What its scores are worth.
     """
 
     def __init__(self, rates: Sequence[float], places: int):
@@ -103,6 +143,7 @@ class DrafterRecord:
         self._rejected = [RECORD_ROUNDS * (a - b) for a, b in pairwise(reached)][:places]
         self._rejected += [0.0] * (places - len(self._rejected))
         self.best_ratio, self.rounds = EASY_RATIO, 0
+        self.calibration = Calibration(places)
         self._update()
 
     def observe(self, yielded: Sequence[int], block_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,9 @@ from dflash_jax.engine.steps import REPORT_SIZE
 def round_settings(settings: Settings, speculation: Speculation) -> Settings:
     """What is compiled into rounds; ``settings``: what all programs of an engine share."""
     size = max(speculation.block_size, settings.block_size) if settings.aligned else speculation.block_size
-    return replace(settings, block_size=size, drafter=speculation.drafter, is_alone=speculation.is_alone)
+    has_widths = settings.has_widths and speculation.block_size > 1
+    kind = {"drafter": speculation.drafter, "is_alone": speculation.is_alone}
+    return replace(settings, block_size=size, has_widths=has_widths, **kind)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Dispatch:
         rounds: Rounds at most.
         speculation: What the rounds are compiled for.
         batch_size: The compiled batch size of a data shard; each has at most as many of the slots.
+        prices: The price of a verified token for each slot, as `choose_widths` takes it; () verifies all drafts.
+        rates: As `choose_widths` takes them, with ``prices``.
     """
 
     slots: tuple[int, ...]
@@ -37,6 +41,8 @@ class Dispatch:
     rounds: int
     speculation: Speculation
     batch_size: int
+    prices: tuple[float, ...] = ()
+    rates: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def most_tokens(self) -> int:
@@ -54,12 +60,16 @@ class Outcome:
         yielded: Tokens that each round yielded.
         done: Whether the sequence has ended.
         logprobs: Log-probabilities of the new tokens, where they were asked for.
+        verified: Tokens that each round might have yielded; None: those of the dispatch's ``block_sizes``.
+        outcomes: The sum of `count_outcomes` of all rounds and slots; None where widths are not chosen.
     """
 
     tokens: list[list[int]]
     yielded: list[list[int]]
     done: list[bool]
     logprobs: list[Logprobs] | None
+    verified: list[list[int]] | None = None
+    outcomes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import log
 from types import MappingProxyType
 
+import numpy as np
+
 from dflash_jax.engine.acceptance import USUAL_RATE, Acceptance, Acceptances, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.drafting_alone import DraftingAlone
@@ -51,6 +53,8 @@ PREDICTION_ERROR, MEASUREMENT_ERROR, RETRY_S = 5.0, 2.0, 60.0
 PATIENCE_S, PATIENCE = 2.0, 5.0
 # Rounds of a drafter before its record is known well, and the share of the time to learn it, or plain decoding's cost.
 KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
+# Dispatches of a program of which one verifies all drafts, so that rates of acceptance stay known.
+WHOLE_EVERY = 200
 # Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
 # contexts and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
@@ -65,6 +69,8 @@ class DraftLengthPolicy:
         rates: The acceptance on record for each drafter, as `DrafterRecord` takes it; by default every draft is
             accepted at the usual rate.
         record: Costs that earlier processes measured.
+        predict_token: The cost of a verified draft over that of one that is not, by batch size and block size, in the
+            unit of ``predict``.
 
     Attributes:
         speculations: As given.
@@ -78,8 +84,10 @@ class DraftLengthPolicy:
         predict: Callable[[int, Speculation], float] = lambda batch_size, speculation: 1.0,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
         record: CostRecord = NO_RECORD,
+        predict_token: Callable[[int, int], float] = lambda batch_size, block_size: 0.0,
     ):
         self.speculations, self._predict, self._record = tuple(speculations), predict, record
+        self._predict_token = predict_token
         self.seconds = {key: s for key, s in record.load().items() if key[1] in self.speculations}
         drafters = sorted({each.drafter for each in speculations if each.drafter is not None and each.block_size > 1})
         places = max(each.block_size for each in speculations) - 1
@@ -94,6 +102,8 @@ class DraftLengthPolicy:
         # Dispatches to measure a cost, by batch size and speculation (None: the first, plain one).
         self._guesses: Counter[tuple[int, Speculation | None]] = Counter()
         self._alone = DraftingAlone()
+        # Dispatches whose widths were chosen, by (batch size, speculation).
+        self._priced: Counter[tuple[int, Speculation]] = Counter()
         # The shortest of the recent measurements.
         self._least = {key: value / MEASUREMENT_ERROR for key, value in self.seconds.items()}
 
@@ -135,6 +145,29 @@ class DraftLengthPolicy:
         if acceptances.alone in (None, drafter):
             # Otherwise its context lacks the prompt.
             record.observe(yielded, block_size)
+
+    def observe_outcomes(self, drafter: int, outcomes: np.ndarray, rounds: int) -> None:
+        """Adds the sum of `count_outcomes` of a dispatch's rounds, int [2, drafts, bins], to a drafter's record."""
+        self.drafters[drafter].calibration.observe(outcomes, rounds)
+
+    def widths(self, batch_size: int, speculation: Speculation) -> tuple[np.ndarray, float]:
+        """How the rounds of the next dispatch choose their widths, as `choose_widths` takes it: rates, and the price.
+
+        The price is 0, so that all drafts are verified, until the drafter is known, and in one of `WHOLE_EVERY`
+        dispatches.
+        """
+        assert speculation.drafter is not None, "plain decoding has no drafts"
+        record, key = self.drafters[speculation.drafter], (batch_size, speculation)
+        rates = record.calibration.rates(speculation.block_size - 1)
+        self._priced[key] += 1
+        if record.rounds < KNOWN_ROUNDS or self._priced[key] % WHOLE_EVERY == 0:
+            return rates, 0.0
+        # Predictions are compared with what is measured of plain rounds, which verify all of their tokens.
+        plain = [s for s in self.speculations if s.block_size == 1 and (batch_size, s) in self.seconds]
+        known = plain[0] if plain else speculation
+        scale = self.estimate(batch_size, known) / self._predict(batch_size, known)
+        seconds = scale * self._predict_token(batch_size, speculation.block_size)
+        return rates, seconds * batch_size * self._tokens(speculation) / self.estimate(batch_size, speculation)
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""

@@ -400,6 +400,8 @@ class Engine:
         if rounds and not ticket.prefills and not has_masks:
             seconds = done - max(ticket.started, self._last_done)
             self.policy.observe_seconds(*key, seconds / rounds, rounds)
+        if outcome.outcomes is not None and dispatch.speculation.drafter is not None:
+            self.policy.observe_outcomes(dispatch.speculation.drafter, outcome.outcomes, rounds)
 
     def _fail_one(self, request: Request, error: Exception) -> None:
         """Ends a request whose mask raised; the others go on."""

@@ -13,6 +13,7 @@ from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
+from dflash_jax.decoding.widths import BINS
 from dflash_jax.engine import steps
 from dflash_jax.engine.config import BATCH_SIZES, COPIED_PAGES, RECOMPUTE, Speculation
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks, round_settings
@@ -306,7 +307,7 @@ class ModelRunner:
         """
         indices, block_sizes, _ = self._placed([slot], 1, [1], 1)
         settings = self._settings(RECOMPUTE)
-        return self._change(steps.decode, indices, block_sizes, np.int32(blocks), settings=settings)
+        return self._change(steps.decode, indices, block_sizes, np.int32(blocks), None, None, settings=settings)
 
     def score(self, slot: int, tokens: int, size: int, media: MediaChunk | None = None):
         """Runs a chunk of a prompt, with the log-probabilities of its tokens: a ticket for `read_scores`."""
@@ -339,7 +340,14 @@ class ModelRunner:
         indices, block_sizes, places = self._batch(dispatch)
         settings = self._settings(dispatch.speculation)
         self._used.add((dispatch.batch_size, dispatch.speculation))
-        report = self._change(steps.decode, indices, block_sizes, np.int32(dispatch.rounds), settings=settings)
+        rates = prices = None
+        if settings.has_widths:
+            # Without prices all drafts are worth their verification.
+            rates = np.ones((settings.block_size - 1, BINS), np.float32) if dispatch.rates is None else dispatch.rates
+            prices = np.zeros(len(indices), np.float32)
+            prices[places] = dispatch.prices or 0.0
+        rounds = np.int32(dispatch.rounds)
+        report = self._change(steps.decode, indices, block_sizes, rounds, rates, prices, settings=settings)
         return report, places
 
     def _batch(self, dispatch: Dispatch):
@@ -425,6 +433,8 @@ class ModelRunner:
             [host.yielded[place, : host.rounds[place]].tolist() for place in places],
             [bool(host.done[place]) for place in places],
             records,
+            [host.verified[place, : host.rounds[place]].tolist() for place in places],
+            None if host.outcomes is None else np.asarray(host.outcomes).sum(0),
         )
 
     def next_token_scores(self) -> tuple[np.ndarray, np.ndarray]:

@@ -61,6 +61,9 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
     ffns = [getattr(layer, "ffn", None) for layer in config.layers]
     moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
     experts = moe.num_experts if moe else 0
+    routed = {
+        f"layers.{i}.ffn.{n}" for i, ffn in enumerate(ffns) if isinstance(ffn, MoeSpec) for n in ("gate_up", "down")
+    }
     sums = dict.fromkeys(("count", "total", "expert", "lookup", "head", "context"), 0.0)
     replicated: dict[str, float] = {}
     for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
@@ -71,7 +74,7 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
         name = path.rsplit(".", 1)[-1]
         size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout.sizes, spec)
         sums["total"] += size / parts
-        if experts and leaf.shape[:1] == (experts,) and name in ("gate_up", "down"):
+        if path in routed:
             sums["expert"] += size / experts / (parts / layout.parts(layout.experts(experts)))
         if name in ("fc", "k", "v"):
             sums["context"] += size / parts

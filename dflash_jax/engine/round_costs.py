@@ -113,6 +113,27 @@ class RoundCosts:
         others = sum(contexts) - self._contexts[speculation.drafter]
         return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)
 
+    def saved(self, places: int, verified: float) -> float:
+        """The cost of the experts of drafts that are not verified, which are not read.
+
+        Args:
+            places: Tokens of a pass on a data shard, whose other weights and products they share in any case.
+            verified: Those that are verified.
+        """
+        weights = self._target
+        dense, item = weights.read(0), weights.total * self._parts / weights.parameters
+
+        def cost(tokens: float) -> float:
+            operations = 2 * (places * dense + tokens * (weights.read(1) - dense)) / item
+            return max(weights.read(tokens) / self._read_speed, operations / self._operations)
+
+        return cost(places) - cost(verified)
+
+    def verified_token(self, batch_size: int, block_size: int) -> float:
+        """The mean cost of a draft that is verified, of all of a block, over that of one that is not."""
+        places = batch_size * block_size
+        return self.saved(places, batch_size) / max(places - batch_size, 1)
+
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of
 # one that is written before, the least seconds of a round, and how many processes must have measured a known cost.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dflash_jax.engine.acceptance import Acceptances
 from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, Speculation
@@ -114,7 +115,12 @@ class DecodeScheduler:
             rounds = min(rounds, UNKNOWN_ROUNDS[speculation.block_size > 1])
         self.is_drafting, largest = speculation != NO_DRAFTER, speculation.block_size
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
-        return Dispatch(slots, block_sizes, rounds, speculation, batch_size)
+        dispatch = Dispatch(slots, block_sizes, rounds, speculation, batch_size)
+        if not self._config.has_widths or largest == 1 or any(r.mask for r in batch):
+            return dispatch
+        rates, price = self._policy.widths(batch_size, speculation)
+        prices = tuple(price if r.block_size == "auto" else 0.0 for r in batch)
+        return replace(dispatch, rates=rates, prices=prices)
 
     def _speculation(self, batch: Sequence[Request], batch_size: int, allowed: Sequence[Speculation]) -> Speculation:
         """What the rounds of a batch are compiled for, one of ``allowed``."""

@@ -149,6 +149,8 @@ class Report:
         rounds: Number of rounds that yielded tokens, int32 [B].
         done: Whether the sequence has ended, bool [B].
         logprobs: `Logprobs` [B, C] of the new tokens, or None.
+        verified: As in `DecodeState`, for each round, int32 [B, C].
+        outcomes: As `decode_by_widths` returns them, of each data shard, int32 [shards, 2, drafts, bins]; or None.
     """
 
     tokens: Int[Array, "B C"]
@@ -157,9 +159,13 @@ class Report:
     rounds: Int[Array, " B"]
     done: Bool[Array, " B"]
     logprobs: Logprobs | None
+    verified: Int[Array, "B C"]
+    outcomes: Int[Array, "shards 2 drafts bins"] | None = None
 
 
-def report(before: DecodeState, after: DecodeState, size: int) -> Report:
+def report(
+    before: DecodeState, after: DecodeState, size: int, outcomes: Int[Array, "2 drafts bins"] | None = None
+) -> Report:
     """What dispatches did between two states, with at most ``size`` new tokens of a sequence (C, static)."""
 
     def places(start: Int[Array, " B"]) -> Int[Array, "B C"]:
@@ -177,6 +183,8 @@ def report(before: DecodeState, after: DecodeState, size: int) -> Report:
         after.rounds - before.rounds,
         after.done,
         jax.tree.map(lambda x: x[slots[:, None], places(before.length) % kept], after.logprobs),
+        since(after.verified, before.rounds),
+        None if outcomes is None else outcomes[None],
     )
 
 
@@ -241,7 +249,7 @@ def score(
     return put_slots(state, part), gather_batch(logprobs)
 
 
-@step(BATCH, BATCH, REPLICATED)
+@step(BATCH, BATCH, REPLICATED, REPLICATED, BATCH)
 def decode(
     target: Decoder,
     drafter: Drafting | None,
@@ -249,14 +257,18 @@ def decode(
     slots: Int[Array, " B"],
     block_sizes: Int[Array, " B"],
     rounds: Int[Array, ""],
+    rates: Float[Array, "drafts bins"] | None = None,
+    prices: Float[Array, " B"] | None = None,
     *,
     settings: Settings,
 ) -> tuple[DecodeState, Report]:
-    """Runs up to ``rounds`` rounds of `speculative.decode`: the state, and a report."""
+    """Runs up to ``rounds`` rounds of `speculative.decode_by_widths`, with its arguments: the state, and a report."""
     drafter = proposing(drafter, settings.drafter, settings.is_alone)
     before = _take(target, state, slots, block_sizes, settings.block_size)
-    after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
-    result = report(before, after, max(REPORT_SIZE, settings.block_size))
+    after, outcomes = speculative.decode_by_widths(
+        target, drafter, before, rounds, REPORT_SIZE, settings, rates, prices
+    )
+    result = report(before, after, max(REPORT_SIZE, settings.block_size), outcomes)
     return _put(state, after, slots), gather_batch(result)
 
 

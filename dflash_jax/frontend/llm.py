@@ -38,6 +38,7 @@ from dflash_jax.frontend.loading import (
     prepare_backend,
 )
 from dflash_jax.frontend.sync_engine import SyncEngine
+from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import config_of, vocabulary_of
 from dflash_jax.models.drafting import Drafting, DraftWindow, check_complete, together
@@ -309,7 +310,7 @@ class LLM(Generation):
         if not all(isinstance(drafter, Drafter | Mtp) for drafter in self.drafters):
             # What an object of the caller's computes has no name.
             record = NO_RECORD
-        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record)
+        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record, costs.verified_token)
 
     def new_engine(
         self,
@@ -339,7 +340,11 @@ class LLM(Generation):
         policy = policy or self._new_policy(programs)
         exact, has_triton = self.reproducible, self.backend.has_triton
         block_size = max(BLOCK_SIZES[-1], policy.speculations[-1].block_size) if exact else 1
-        settings = Settings(block_size, exact, min(MAX_LOGPROBS, self.config.vocab_size), self.draft_window)
+        # A draft that is not verified saves its experts; everything else reads the same weights without it.
+        has_experts = any(isinstance(layer.ffn, MoeSpec) for layer in self.config.layers)
+        has_widths = has_experts and self.block_size == "auto" and not exact and programs.pair[1] is not None
+        top = min(MAX_LOGPROBS, self.config.vocab_size)
+        settings = Settings(block_size, exact, top, self.draft_window, has_widths=has_widths)
         options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
         config = EngineConfig(
             speculations=policy.speculations,
@@ -349,6 +354,7 @@ class LLM(Generation):
             swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             adaptive=not exact,
+            has_widths=has_widths,
             media=self.encoder is not None,
             recomputes_exactly=exact or self.dtype == "float32",
             **options,

@@ -444,9 +444,9 @@ class Drafter(nnx.Module):
         else:
             assert config.own_head or config.draft_vocab_size is None, "a reduced head has the target's rows"
             logits, ids = heads.logits(hidden), None if config.draft_vocab_size is None else self.head_ids[...]
-        logits, scores = self.scaled(logits), None
+        logits = self.scaled(logits)
         if config.selector is None:
-            tokens = heads.draw(logits, positions, ids)
+            tokens, scores = heads.draw_drafts(logits, positions, ids)
         else:
             candidates = heads.candidates(logits, positions, config.selector.top_k, ids)
             tokens, scores = self.selector.choose(hidden, last, candidates, self._rows(candidates.tokens))

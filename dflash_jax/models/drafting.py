@@ -104,12 +104,23 @@ class TargetHeads:
             the tokens of the logits, where they are not the whole vocabulary.
         candidates: ``candidates(logits, positions, k, ids=None)`` → the `selector.Candidates` of each place: the k
             tokens that ``draw`` compares last.
+        scored_draw: ``draw`` with a second result, the drafts' scores as in `Proposal`, float32 [B, T - 1]; None where
+            nobody reads them.
     """
 
     embed: Callable[..., Array]
     logits: Callable[..., Array]
     draw: Callable[..., Array]
     candidates: Callable[..., Any]
+    scored_draw: Callable[..., tuple[Array, Array | None]] | None = None
+
+    def draw_drafts(
+        self, logits: Float[Array, "B drafts V"], positions: Int[Array, "B drafts"], ids: Int[Array, " V"] | None = None
+    ) -> tuple[Int[Array, "B drafts"], Float[Array, "B drafts"] | None]:
+        """``draw``, and the drafts' scores where somebody reads them."""
+        if self.scored_draw is None:
+            return self.draw(logits, positions, ids), None
+        return self.scored_draw(logits, positions, ids)
 
 
 @runtime_checkable

@@ -207,16 +207,20 @@ class Mtp(nnx.Module):
         hidden = jnp.where(is_known[:, None], self.final_norm(pending.feature), 0)[:, None]
         # Of an image's last token the largest row counts on.
         rotary, later = jnp.moveaxis(pending.rotary, 0, 1)[..., None], pending.rotary.max(1)[None, :, None]
-        token, tokens, block = last[:, None], [], []
+        token, drawn, block = last[:, None], [], []
         for i in range(min(size, self.config.block_size) - 1):
             position = rotary if i == 0 else jnp.broadcast_to(later + i, rotary.shape)
             valid = (block_sizes > i + 1)[:, None]
             hidden = self._step(hidden, heads.embed(token), position, valid, block, context, start, window)
             places = start[:, None] + 1 + i
             if self.vocabulary is None:
-                token = heads.draw(heads.logits(hidden), places)
+                drawn.append(heads.draw_drafts(heads.logits(hidden), places))
             else:
-                token = heads.draw(self.vocabulary.logits(hidden), places, self.vocabulary.ids[...])
-            tokens.append(token)
-        drafts = jnp.concatenate(tokens, axis=1)
-        return Proposal(jnp.pad(drafts, ((0, 0), (0, size - 1 - drafts.shape[1]))))
+                drawn.append(heads.draw_drafts(self.vocabulary.logits(hidden), places, self.vocabulary.ids[...]))
+            token = drawn[-1][0]
+
+        def joined(*parts: Array) -> Array:
+            return jnp.pad(jnp.concatenate(parts, axis=1), ((0, 0), (0, size - 1 - len(parts))))
+
+        tokens, scores = jax.tree.map(joined, *drawn)
+        return Proposal(tokens, scores=scores)

@@ -123,7 +123,8 @@ class GreedyDrafts(DrafterWrapper):
             columns = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return columns if ids is None else ids[columns]
 
-        return super().propose(cache, last, start, block_sizes, size, replace(heads, draw=largest), window)
+        heads = replace(heads, draw=largest, scored_draw=None)
+        return super().propose(cache, last, start, block_sizes, size, heads, window)
 
 
 def with_greedy_drafts(llm: LLM) -> LLM:

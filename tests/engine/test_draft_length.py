@@ -5,11 +5,13 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
+import numpy as np
 import pytest
 
-from dflash_jax.engine.acceptance import Acceptance, Acceptances, DrafterRecord, odds_ratio
+from dflash_jax.decoding.widths import BINS, GREATEST_LOGIT, LEAST_LOGIT
+from dflash_jax.engine.acceptance import Acceptance, Acceptances, Calibration, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
-from dflash_jax.engine.draft_length import PATIENCE, PLAIN_DISPATCHES, DraftLengthPolicy
+from dflash_jax.engine.draft_length import KNOWN_ROUNDS, PATIENCE, PLAIN_DISPATCHES, WHOLE_EVERY, DraftLengthPolicy
 from dflash_jax.engine.round_costs import KNOWN_ERROR, RECORD_ERROR, CostRecord
 from dflash_jax.models.families.dflash import equal_rates
 
@@ -562,3 +564,73 @@ def test_plain_decoding_comes_first_until_several_processes_have_measured_it():
         assert used[0] == first
         assert used[-1] == Speculation(4)
         assert compiled == {first, Speculation(4)}
+
+
+def scores_of(bins):
+    """The probabilities in the middle of the intervals."""
+    step = (GREATEST_LOGIT - LEAST_LOGIT) / BINS
+    return 1 / (1 + np.exp(-LEAST_LOGIT - step * (bins + 0.5)))
+
+
+def test_rates_are_the_scores_at_first_and_then_what_was_accepted():
+    """Scores that are too low, the more so the further ahead, and one place that is never verified."""
+    calibration, rng = Calibration(4), np.random.default_rng(0)
+    np.testing.assert_allclose(calibration.rates(4), np.tile(scores_of(np.arange(BINS)), (4, 1)), rtol=1e-6)
+    odds = scores_of(np.arange(BINS)) / (1 - scores_of(np.arange(BINS)))
+    true = np.array([odds * factor / (1 + odds * factor) for factor in (6.0, 4.0, 2.0)])
+    for _ in range(300):
+        bins = rng.integers(4, 14, (50, 3))
+        accepted = rng.random((50, 3)) < true[np.arange(3), bins]
+        outcomes = np.zeros((2, 3, BINS), int)
+        np.add.at(outcomes[0], (np.arange(3), bins), 1)
+        np.add.at(outcomes[1], (np.arange(3), bins), accepted)
+        calibration.observe(outcomes, 1)
+    rates = calibration.rates(3)
+    assert rates.dtype == np.float32
+    assert np.abs(rates - true)[:, 4:14].max() < 0.06
+    # Of scores that are not seen, the score itself remains the best guess, with the place's odds.
+    assert np.abs(rates - true)[:, 14:].max() < 0.15
+    # Places that were never verified have the rates of all places together.
+    assert (np.diff(calibration.rates(4)[:, 8]) < 0)[:2].all()
+
+
+def test_old_outcomes_count_less():
+    calibration, all_accepted = Calibration(1), np.zeros((2, 1, BINS), int)
+    all_accepted[:, 0, 8] = 100
+    for accepted in (100, 0):
+        all_accepted[1, 0, 8] = accepted
+        for _ in range(40):
+            calibration.observe(all_accepted, 100)
+    assert calibration.rates(1)[0, 8] < 0.05
+
+
+def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
+    """2 ms of a token's experts, of rounds that yield 1 + 7 × 0.5 tokens or so in 20 ms."""
+    costs = {PLAIN: 0.01, EIGHT: 0.02}
+    policy = DraftLengthPolicy(tuple(costs), lambda n, s: 5 * costs[s], predict_token=lambda n, size: 0.01)
+    acceptances = Acceptances()
+    for spec, seconds in costs.items():
+        for _ in range(3):
+            policy.observe_seconds(1, spec, seconds)
+    assert policy.widths(1, EIGHT)[1] == 0, "a drafter that is not known"
+    for _ in range(KNOWN_ROUNDS):
+        policy.observe_rounds(acceptances, [4, 5], 8, 0)
+    rates, price = policy.widths(1, EIGHT)
+    assert rates.shape == (7, BINS)
+    expected = policy.drafters[0].expected_tokens([1.0])[7]
+    assert price == pytest.approx(0.002 * expected / 0.02)
+    # Eight sequences yield eight times as many tokens in the time of a draft's experts.
+    for spec, seconds in costs.items():
+        for _ in range(3):
+            policy.observe_seconds(8, spec, seconds)
+    assert policy.widths(8, EIGHT)[1] == pytest.approx(8 * price)
+    prices = [policy.widths(1, EIGHT)[1] for _ in range(2 * WHOLE_EVERY)]
+    assert prices.count(0) == 2, "all drafts are verified now and then"
+
+
+def test_without_experts_all_drafts_are_verified():
+    policy = DraftLengthPolicy((PLAIN, EIGHT))
+    for _ in range(KNOWN_ROUNDS):
+        policy.observe_rounds(Acceptances(), [4, 5], 8, 0)
+        policy.observe_seconds(1, EIGHT, 0.01)
+    assert policy.widths(1, EIGHT)[1] == 0

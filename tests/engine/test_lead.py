@@ -12,6 +12,7 @@ import pytest
 
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
+from dflash_jax.decoding.widths import BINS
 from dflash_jax.engine import lead, model_runner
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
@@ -301,7 +302,12 @@ def test_every_call_that_starts_a_program_is_sent():
 def test_messages_are_small(pair):
     """Full batches go in a few bytes a slot."""
     dispatch = Dispatch(tuple(range(256)), (16,) * 256, 8, Speculation(16), 256)
-    assert len(CODEC.encode((2**40, (), 1, "decode", (dispatch,)))) < 256 * 2 * 8 + 100
+    assert len(CODEC.encode((2**40, (), 1, "decode", (dispatch,)))) < 256 * 2 * 8 + 120
+    rates = np.ones((15, BINS), np.float32)
+    priced = replace(dispatch, prices=(0.1,) * 256, rates=rates)
+    assert len(CODEC.encode((2**40, (), 1, "decode", (priced,)))) < 256 * 3 * 9 + rates.nbytes + 120
+    assert CODEC.decode(CODEC.encode(priced)) == priced
+    np.testing.assert_array_equal(CODEC.decode(CODEC.encode(priced)).rates, rates)
     params = SamplingParams(temperature=0.0, top_p=1.0, min_p=0.0, seed=0, repetition_penalty=1.0)
     tape = Tape()
     runner = Leader(tape, (pair[1],)).runner(pair[1], 1, CAPACITY, Settings(1, top_logprobs=0))

@@ -221,3 +221,15 @@ def test_costs_that_are_measured_again_are_renewed_and_those_of_other_drafters_a
     policy.keep()
     monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
     assert CostRecord(tmp_path).load() == {(1, Speculation(4)): 0.002}
+
+
+def test_a_verified_draft_costs_its_experts():
+    """float32: in blocks of 4 of a sequence; beside a batch that chooses all experts, only their arithmetic."""
+    target = tiny.target("da", moe="01")
+    costs = RoundCosts(target, [tiny.drafter(target)], Platform(1e9, 0.0))
+    one, four = (costs(1, Speculation(n, None)) for n in (1, 4))
+    assert costs.verified_token(1, 4) == pytest.approx((four - one) / 3)
+    assert costs.verified_token(4096, 4) == 0
+    assert RoundCosts(target, [], Platform(1e-3, 0.0)).verified_token(4096, 4) > 0
+    dense = tiny.target("da", moe="")
+    assert RoundCosts(dense, [], Platform(1e-3, 0.0)).verified_token(1, 4) == 0

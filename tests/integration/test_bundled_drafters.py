@@ -10,6 +10,7 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine import model_runner
+from dflash_jax.engine.acceptance import Calibration
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.request import ReadyMasks, Request
@@ -82,6 +83,49 @@ def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts
     completions = llm.generate(prompts, PARAMS[0.0], "auto")
     check_texts(llm, prompts, completions, plain[0.0], 0.0)
     assert llm.drafting_method == "NEXTN,DFLASH"
+
+
+@pytest.mark.parametrize("temperature", PARAMS)
+def test_drafts_that_are_not_worth_it_are_not_verified(llm, prompts, plain, rounds, monkeypatch, temperature):
+    """The price is forced; one request has a fixed block size, and all of its drafts are verified."""
+    rounds[:] = [HEAD, DRAFTER]
+    choose, verified = DraftLengthPolicy.widths, {"auto": [], 3: []}
+    monkeypatch.setattr(DraftLengthPolicy, "widths", lambda self, *key: (choose(self, *key)[0], 0.4))
+    engine, params = llm.new_engine(llm.programs, 4, 256), llm.defaults.fill(PARAMS[temperature])
+    assert engine.runner.settings.has_widths
+    requests = [
+        Request(prompt, params, block_size=size) for prompt, size in zip(prompts, ["auto", 3, "auto"], strict=False)
+    ]
+    for request in requests:
+        engine.submit(request)
+    measure = engine._measure
+
+    def seen(ticket, outcome, done):
+        measure(ticket, outcome, done)
+        for request, widths, yielded in zip(ticket.batch, outcome.verified, outcome.yielded, strict=True):
+            assert all(n <= width for n, width in zip(yielded, widths, strict=True))
+            verified[request.block_size] += widths
+
+    monkeypatch.setattr(engine, "_measure", seen)
+    while engine.has_work:
+        engine.step()
+    for request, prompt, tokens in zip(requests, prompts, plain[temperature], strict=False):
+        parting = divergence(llm, prompt, tokens, request.tokens, PARAMS[temperature])
+        assert parting is None or parting.is_tie
+    assert {*verified[3]} == {3}
+    assert {*verified["auto"]} == {1, 2, 3, 4}
+    # What was learned is not what drafters say of themselves.
+    for i, record in engine.policy.drafters.items():
+        rates = record.calibration.rates(3)
+        assert np.abs(rates - Calibration(3).rates(3)).max() > 0.05, i
+
+
+@pytest.mark.parametrize("options", [{"reproducible": True}, {"block_size": 4}], ids=str)
+def test_whole_blocks_are_verified_where_the_block_size_is_fixed(options):
+    fixed = LLM(draft=TINY / "draft", max_block_size=4, slots=1, prefix_bytes=0, **options)
+    engine = fixed.new_engine(fixed.programs, 1, 64)
+    assert not engine.runner.settings.has_widths
+    assert not engine.config.has_widths
 
 
 @pytest.mark.parametrize("speculation", [HEAD, DRAFTER])

@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.cli import train
-from dflash_jax.decoding.sampling import draw
+from dflash_jax.decoding.sampling import add_noise, draw, draw_drafts, process_logits
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -60,8 +61,13 @@ def test_a_draw_of_some_is_one_of_all_without_the_others():
     listed = jnp.isin(jnp.arange(size), ids)
     for special in (sampling_mode(rows), jnp.full(n, GREEDY)):
         expected, _ = draw(jnp.where(listed, logits, -jnp.inf), rows, positions, special)
-        got, _ = draw(logits[..., ids], rows, positions, special, ids=ids)
+        got, scores = draw_drafts(logits[..., ids], rows, positions, special, ids, has_scores=True)
         np.testing.assert_array_equal(got, expected)
+        compared = logits[..., ids]
+        if (special != GREEDY).any():
+            options = rows.for_tokens(ids)
+            compared = add_noise(process_logits(compared, options, mode=special), options, positions, ids)
+        np.testing.assert_allclose(scores, jax.nn.softmax(compared, axis=-1).max(-1), rtol=1e-5)
         assert len(set(got.ravel().tolist())) > 3
 
 

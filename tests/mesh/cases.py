@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.decoding.sampling import best_candidates, draw
+from dflash_jax.decoding.sampling import best_candidates, draw, draw_drafts
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, SamplingState, sampling_mode
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
@@ -166,8 +166,10 @@ def test_draws_from_some_tokens_and_best_candidates_are_those_of_one_device():
         whole = best_candidates(logits, rows, positions, mode, 4)
         # More than a device's part has, and more than there are.
         many = [rows.vocab.top_k(logits, VOCAB + n) for n in (-1, 5)]
-        drawn = draw(some, rows, positions, mode, ids=ids)[0]
-        return drawn, part.tokens, part.scores, whole.tokens, whole.scores, *jax.tree.leaves(many)
+        drawn, scores = draw_drafts(some, rows, positions, mode, ids, has_scores=True)
+        drafts, whole_scores = draw_drafts(logits, rows, positions, mode, has_scores=True)
+        results = drawn, drafts, scores, whole_scores, part.tokens, part.scores, whole.tokens, whole.scores
+        return *results, *jax.tree.leaves(many)
 
     expected = jax.jit(all_of)(logits, logits[..., ids], alone, positions)
     mapped = jax.shard_map(all_of, mesh=layout.mesh(), in_specs=in_specs, out_specs=spec("data"), check_vma=False)
