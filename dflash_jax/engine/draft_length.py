@@ -69,8 +69,8 @@ class DraftLengthPolicy:
         rates: The acceptance on record for each drafter, as `DrafterRecord` takes it; by default every draft is
             accepted at the usual rate.
         record: Costs that earlier processes measured.
-        predict_token: The cost of a verified draft over that of one that is not, by batch size and block size, in the
-            unit of ``predict``.
+        predict_token: The cost of another verified draft, in the unit of ``predict``, by batch size, block size and
+            the tokens that each sequence verifies.
 
     Attributes:
         speculations: As given.
@@ -84,7 +84,7 @@ class DraftLengthPolicy:
         predict: Callable[[int, Speculation], float] = lambda batch_size, speculation: 1.0,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
         record: CostRecord = NO_RECORD,
-        predict_token: Callable[[int, int], float] = lambda batch_size, block_size: 0.0,
+        predict_token: Callable[[int, int, float], float] = lambda batch_size, block_size, verified: 0.0,
     ):
         self.speculations, self._predict, self._record = tuple(speculations), predict, record
         self._predict_token = predict_token
@@ -166,8 +166,10 @@ class DraftLengthPolicy:
         plain = [s for s in self.speculations if s.block_size == 1 and (batch_size, s) in self.seconds]
         known = plain[0] if plain else speculation
         scale = self.estimate(batch_size, known) / self._predict(batch_size, known)
-        seconds = scale * self._predict_token(batch_size, speculation.block_size)
-        return rates, seconds * batch_size * self._tokens(speculation) / self.estimate(batch_size, speculation)
+        # Of a sequence, the drafts that are accepted are verified at least.
+        tokens = self._tokens(speculation)
+        seconds = scale * self._predict_token(batch_size, speculation.block_size, tokens)
+        return rates, seconds * batch_size * tokens / self.estimate(batch_size, speculation)
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""

@@ -129,10 +129,10 @@ class RoundCosts:
 
         return cost(places) - cost(verified)
 
-    def verified_token(self, batch_size: int, block_size: int) -> float:
-        """The mean cost of a draft that is verified, of all of a block, over that of one that is not."""
-        places = batch_size * block_size
-        return self.saved(places, batch_size) / max(places - batch_size, 1)
+    def verified_token(self, batch_size: int, block_size: int, verified: float) -> float:
+        """The cost of another verified draft beside ``verified`` tokens of each sequence."""
+        places, now = batch_size * block_size, batch_size * min(verified, block_size - 1)
+        return (self.saved(places, now) - self.saved(places, now + batch_size)) / batch_size
 
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of

@@ -607,7 +607,7 @@ def test_old_outcomes_count_less():
 def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
     """2 ms of a token's experts, of rounds that yield 1 + 7 × 0.5 tokens or so in 20 ms."""
     costs = {PLAIN: 0.01, EIGHT: 0.02}
-    policy = DraftLengthPolicy(tuple(costs), lambda n, s: 5 * costs[s], predict_token=lambda n, size: 0.01)
+    policy = DraftLengthPolicy(tuple(costs), lambda n, s: 5 * costs[s], predict_token=lambda n, size, verified: 0.01)
     acceptances = Acceptances()
     for spec, seconds in costs.items():
         for _ in range(3):

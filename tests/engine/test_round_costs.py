@@ -4,6 +4,7 @@ import json
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dflash_jax.cli.ops import backend_for
@@ -227,9 +228,12 @@ def test_a_verified_draft_costs_its_experts():
     """float32: in blocks of 4 of a sequence; beside a batch that chooses all experts, only their arithmetic."""
     target = tiny.target("da", moe="01")
     costs = RoundCosts(target, [tiny.drafter(target)], Platform(1e9, 0.0))
-    one, four = (costs(1, Speculation(n, None)) for n in (1, 4))
-    assert costs.verified_token(1, 4) == pytest.approx((four - one) / 3)
-    assert costs.verified_token(4096, 4) == 0
-    assert RoundCosts(target, [], Platform(1e-3, 0.0)).verified_token(4096, 4) > 0
+    passes = [costs(1, Speculation(n, None)) for n in (1, 2, 3, 4)]
+    drafts = [costs.verified_token(1, 4, n) for n in (1, 2, 3, 4)]
+    assert drafts[:3] == pytest.approx(np.diff(passes))
+    assert drafts[3] == drafts[2], "a block has no more places"
+    assert costs.saved(4, 2) == pytest.approx(passes[3] - passes[1])
+    assert costs.verified_token(4096, 4, 1) == 0
+    assert RoundCosts(target, [], Platform(1e-3, 0.0)).verified_token(4096, 4, 1) > 0
     dense = tiny.target("da", moe="")
-    assert RoundCosts(dense, [], Platform(1e-3, 0.0)).verified_token(1, 4) == 0
+    assert RoundCosts(dense, [], Platform(1e-3, 0.0)).verified_token(1, 4, 1) == 0
