@@ -92,6 +92,11 @@ def test_kernels_in_branches_are_counted_apart():
             006: kConditional  [prev=004 (1)  | sink]
               true_branch:
                 005: kCustomCall [source | sink] kCustomCall
+                0050: kWhile     [prev=005 (1) | sink]
+condition:
+                    0052: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1]
+                  body:
+                    0053: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1]
           true_branch:
             0051: kGemm [source | sink] kGemm
         008: kGemm [prev=007 (1)  | sink] kGemm
@@ -99,7 +104,7 @@ def test_kernels_in_branches_are_counted_apart():
 """
     always, branches = thunk_kinds(text)
     assert sum(always[kind] for kind in KERNELS) == 4
-    assert sum(branches[kind] for kind in KERNELS) == 3
+    assert sum(branches[kind] for kind in KERNELS) == 5
     assert always["Copy"] == always["CommandBuffer"] == 1
 
 
