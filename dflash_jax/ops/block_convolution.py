@@ -55,7 +55,7 @@ def _supports_triton(backend: Backend, x: DeferredNorm, projection: Weight, base
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import block_convolution as kernel
 
-    return kernel.why_not(x, projection)
+    return kernel.why_not(x.x, projection)
 
 
 def _triton(backend: Backend, x: DeferredNorm, projection: Array, base: Float[Array, "taps H"]) -> tuple[Array, Array]:

@@ -44,8 +44,8 @@ FULL = [
     ),
 ]
 DRAFTS = [
-    f"{system} --device b200{slots}{kernels}"
-    for system in ("qwen3.8-27b", "qwen3.6-35b-a3b --block-size 8")
+    f"{system} --device b200{block}{slots}{kernels}"
+    for system, block in (("qwen3.8-27b", ""), ("qwen3.6-35b-a3b", " --block-size 8"))
     for slots in ("", " --slots 32")
     for kernels in (" --kernels all", "")
 ]

@@ -7,9 +7,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from dflash_jax.decoding.speculative import propose
 from dflash_jax.decoding.state import Settings, empty_state
+from dflash_jax.models.config import DraftConfig
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import launching
@@ -32,6 +34,7 @@ def traced(has_parts: bool, layers: int, slots: int, backend: Backend) -> tuple[
     """Primitives and kernels of a proposal of Qwen3.8-27B's drafter, and the most values that are sorted together."""
     system = read_system("qwen3.8-27b").shapes
     shapes = shorten(read_shapes(str(system["target"]), str(system["draft"])), 1)
+    assert isinstance(shapes.draft, DraftConfig)
     draft = replace(shapes.draft, layers=shapes.draft.layers[:layers])
     draft = draft if has_parts else replace(draft, conv=None, selector=None)
     target, drafter = abstract_pair(replace(shapes, draft=draft), ONE_DEVICE, jnp.bfloat16, None, backend)
@@ -50,11 +53,15 @@ def traced(has_parts: bool, layers: int, slots: int, backend: Backend) -> tuple[
             found[name] += 1
             if name in SORTS:
                 largest = max(largest, equation.invars[0].aval.shape[-1])
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 count(inner)
 
     with launching(launch):
-        count(jax.make_jaxpr(lambda pair, state: propose(*pair, state, settings))((target, drafter), state).jaxpr)
+        count(
+            jax.make_jaxpr(lambda pair, state: propose(pair[0], pair[1], state, settings))(
+                (target, drafter), state
+            ).jaxpr
+        )
     return found, largest
 
 

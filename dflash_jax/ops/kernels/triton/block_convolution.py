@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import divisor, next_power_of_two, stages_within
-from dflash_jax.ops.linear import DeferredNorm
 from dflash_jax.ops.weights import Weight
 
 # The most places of a block. By rows of a tile, which has whole blocks: bytes of a row of x in a step, warps, stages.
@@ -77,13 +76,13 @@ def _convolve(
     tl.store(y + row[:, None, None] * H + channel[None, :, :], sums.to(y.dtype.element_ty), mask=written)
 
 
-def why_not(x: DeferredNorm, projection: Weight) -> str | None:
+def why_not(x: Float[Array, "*B W H"], projection: Weight) -> str | None:
     """The reason why the kernel does not support blocks x [..., W, H] and their projection, or None."""
     width, hidden = x.shape[-2:]
     if not isinstance(projection, jax.Array | jax.ShapeDtypeStruct):
         return "the projection is quantized or packed"
-    if projection.dtype != x.x.dtype or x.x.dtype == jnp.float16:
-        return f"a projection in {projection.dtype} of {x.x.dtype}: the kernel takes bfloat16 or float32 for both"
+    if projection.dtype != x.dtype or x.dtype == jnp.float16:
+        return f"a projection in {projection.dtype} of {x.dtype}: the kernel takes bfloat16 or float32 for both"
     if width > MAX_WIDTH:
         return f"blocks of {width}: the kernel takes {MAX_WIDTH} at most"
     group = hidden // projection.shape[-2]
