@@ -65,8 +65,8 @@ it, of those held; the embedding, of which rows are gathered, is not counted on 
 drafts and once more to verify, and of experts' arrays only the chosen are read. Estimate: the TPU compiler's own, of a
 loop's body once and without the loops over the context. GPUs: with Triton kernels, but for `--kernels xla`.
 
-Whole models were compiled before 27 November 2026. Their kernels a layer have the kernels of loops within branches
-among them, 22 in all of a plain step at one slot and 40 of a round; later counts have these among the branches.
+Whole models were compiled before 27 November 2026. Their kernels a layer have some of the branches' kernels among them,
+22 in all of a plain step and 40 of a round: those after the first loop within a branch.
 """
 COLUMNS = (
     "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|"
