@@ -25,6 +25,7 @@ SYSTEMS = {
     "qwen3.6-35b-a3b-fp8": "",
     "qwen3.6-27b": "",
     "qwen3.5-397b-a17b": "tensor=8",
+    "qwen3.8-27b": "",
 }
 # One period of the hybrid models' layers: the others launch the same kernels.
 LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
@@ -108,7 +109,7 @@ def launches(
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
-    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card))
+    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card, "all"))
     devices = layout.mesh(jax.devices()[: layout.devices])
     plain, drafting = Executables(target, None, devices), Executables(target, drafter, devices)
     with launching(record):

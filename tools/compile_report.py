@@ -64,8 +64,8 @@ def backend_of(device, kernels: str) -> Backend:
     """The backend of a device that programs are compiled for, which this machine need not have."""
     if hasattr(device, "compute_capability"):
         card = Card.of_device(device)
-        has_triton = kernels == "auto" and find_spec("jax_triton")
-        return Backend.for_card(card) if has_triton else Backend.xla("cuda", card)
+        has_triton = kernels != "xla" and find_spec("jax_triton")
+        return Backend.for_card(card, kernels) if has_triton else Backend.xla("cuda", card)
     return Backend.xla(device.platform)
 
 

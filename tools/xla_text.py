@@ -16,6 +16,9 @@ def thunk_kinds(text: str) -> tuple[Counter, Counter]:
     """
     always, branches, opened = Counter(), Counter(), []
     for line in text.splitlines():
+        # Of a loop inside of a branch XLA writes this line without its indentation.
+        if line.strip() == "condition:":
+            continue
         indent = len(line) - len(line.lstrip())
         while opened and indent <= opened[-1]:
             opened.pop()

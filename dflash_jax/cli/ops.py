@@ -72,7 +72,7 @@ def backend_for(device: str | None, kernels: str) -> "Backend":
         return Backend.xla("cuda", card)
     if find_spec("triton") is None:
         raise InputError("Triton is not installed, so that its kernels cannot be traced: pip install triton")
-    return Backend.for_card(card)
+    return Backend.for_card(card, kernels)
 
 
 def choices(shapes: Shapes, backend: "Backend", dtype, batch: int, prompt: int, quantize: str | None) -> Iterator:

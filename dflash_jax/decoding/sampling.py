@@ -308,7 +308,7 @@ def compute_logprobs(
         return vocab.sum(jnp.where(is_local, part, 0.0))
 
     chosen = of(tokens[..., None])[..., 0]
-    best, ids = vocab.top_k(values, top)
+    best, ids = sampling.largest(values, top)
     named = of(jnp.maximum(sampling.logprob_ids, 0)[:, None])
     return Logprobs(chosen, ids.astype(jnp.int32), best, named)
 
@@ -336,14 +336,16 @@ def best_candidates(
     Returns:
         The candidates, of [B, T, K].
     """
-    vocab = sampling.vocab if ids is None else UNSHARDED
+
+    def greedy() -> tuple[Array, Array]:
+        return (sampling if ids is None else replace(sampling, vocab=UNSHARDED)).largest(logits, count)
 
     def general() -> tuple[Array, Array]:
         options = sampling if ids is None else sampling.for_tokens(ids)
         processed = process_logits(logits, options, mode=mode)
-        return vocab.top_k(add_noise(processed, options, positions, ids), count)
+        return options.largest(add_noise(processed, options, positions, ids), count)
 
-    scores, tokens = jax.lax.cond((mode != GREEDY).any(), general, lambda: vocab.top_k(logits, count))
+    scores, tokens = jax.lax.cond((mode != GREEDY).any(), general, greedy)
     scale = jnp.where(sampling.temperature > 0, 1 / jnp.maximum(sampling.temperature, 1 / _MAX_SCALED), 1.0)
     tokens = tokens.astype(jnp.int32)
     return Candidates(tokens if ids is None else ids[tokens], scores, scale)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.ops.argmax import argmax
 from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.top_k import top_k
 from dflash_jax.parallel.sharding import UNSHARDED, AxisSharding
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -114,6 +115,18 @@ class SamplingState:
             Token ids int [...], and their logits.
         """
         return self.vocab.argmax(logits, partial(argmax, self.backend))
+
+    def largest(self, logits: Float[Array, "*n V"], k: int) -> tuple[Float[Array, "*n k"], Int[Array, "*n k"]]:
+        """The k largest logits.
+
+        Args:
+            logits: float [..., V], divided as ``vocab``.
+            k: Their number; at most all are given.
+
+        Returns:
+            The logits [..., k], the largest first, and their token ids int [..., k].
+        """
+        return self.vocab.top_k(logits, k, partial(top_k, self.backend))
 
     def for_tokens(self, ids: Int[Array, " N"]) -> "SamplingState":
         """The state for logits of the tokens ``ids`` int [N] only, of which every device has all."""

@@ -25,6 +25,7 @@ from dflash_jax.models.layers import Attention, Mlp, RMSNorm, constant, look_up,
 from dflash_jax.models.rope import Angles, rope_angles
 from dflash_jax.models.selector import Selector
 from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.block_convolution import block_convolution, convolve
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.cache_write import write
 from dflash_jax.ops.linear import project
@@ -62,7 +63,6 @@ class BlockConvolution(nnx.Module):
     group of channels shares one, beside a coefficient of each channel that is the same for all places.
 
     Attributes:
-        group: Channels of a group.
         backend: Where operations run.
         base: Coefficients of all places, [2, taps, H].
         projection: Projection of the input to the others, [2, taps, H / group, H].
@@ -76,7 +76,7 @@ class BlockConvolution(nnx.Module):
         dtype: DTypeLike,
         backend: Backend,
     ):
-        self.group, self.backend = spec.group, backend
+        self.backend = backend
         # The identity at first: a drafter that gets convolutions drafts as before.
         shape = (2, spec.taps, hidden)
         self.base = parameter(rngs, shape, dtype, lambda _: jnp.zeros(shape).at[:, 0].set(1.0))
@@ -86,44 +86,22 @@ class BlockConvolution(nnx.Module):
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         return {"projection": 1}
 
-    def coefficients(self, x: Float[Array, "*B W H"]) -> Float[Array, "2 *B W taps H"]:
-        """The coefficients before and after the sublayer, whose normed input is x [..., W, H], float32."""
-        own = project(self.backend, x, self.projection[...], dtype=jnp.float32)
-        own = jnp.moveaxis(jnp.repeat(own, self.group, axis=-1), -3, 0)
-        base = self.base[...].astype(jnp.float32)
-        return base.reshape(2, *(1,) * (x.ndim - 1), *base.shape[1:]) + own
-
-    @staticmethod
-    def convolve(x: Float[Array, "*B W H"], coefficients: Float[Array, "*B W taps H"]) -> Float[Array, "*B W H"]:
-        """Σ_o coefficients[…, o] · x[place − o]; places before the block are zero.
-
-        Args:
-            x: [..., W, H].
-            coefficients: Of this side, [..., W, taps, H].
-
-        Returns:
-            [..., W, H] in x's dtype; sums are float32.
-        """
-        width, taps = x.shape[-2], coefficients.shape[-2]
-        padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 2) + [(taps - 1, 0), (0, 0)])
-        shifted = [jax.lax.slice_in_dim(padded, taps - 1 - o, taps - 1 - o + width, axis=-2) for o in range(taps)]
-        return jnp.stack([coefficients[..., o, :] * shifted[o] for o in range(taps)]).sum(0).astype(x.dtype)
-
     def around(
-        self, x: Float[Array, "*B W H"], normed: Float[Array, "*B W H"], sublayer: Callable[[Array], Array]
+        self, x: Float[Array, "*B W H"], norm: RMSNorm, sublayer: Callable[[Array], Array]
     ) -> Float[Array, "*B W H"]:
         """X plus the sublayer's output, with both convolutions.
 
         Args:
             x: Hidden states, [..., W, H].
-            normed: Their norm, [..., W, H].
+            norm: The norm before the sublayer.
             sublayer: Attention or the MLP, [..., W, H] → [..., W, H].
 
         Returns:
             [..., W, H].
         """
-        before, after = self.coefficients(normed)
-        return x + self.convolve(sublayer(self.convolve(normed, before)), after)
+        before, after = self.base[...]
+        convolved, own = block_convolution(self.backend, norm.deferred(x), self.projection[...], before)
+        return x + convolve(sublayer(convolved), after, own)
 
 
 class DraftLayer(nnx.Module):
@@ -236,8 +214,8 @@ class DraftLayer(nnx.Module):
         if not self.has_conv:
             x = x + attend(self.input_norm(x))
             return x + ffn(self.post_norm(x))
-        x = self.attention_conv.around(x, self.input_norm(x), attend)
-        return self.mlp_conv.around(x, self.post_norm(x), ffn)
+        x = self.attention_conv.around(x, self.input_norm, attend)
+        return self.mlp_conv.around(x, self.post_norm, ffn)
 
 
 class Drafter(nnx.Module):

@@ -1,9 +1,9 @@
 """`Backend`: the platform and its kernels; `choose` chooses an operation's implementation.
 
 An operation (`ops.linear`, `ops.attention`, `ops.rotation`, `ops.cache_write`, `ops.frame_attention`,
-`ops.gated_delta`, `ops.moe`, `ops.sampling_noise`, `ops.argmax`) is one public function with a reference in plain JAX
-and an ordered list of implementations. The first implementation that supports the backend and the arguments computes
-the result; the reference comes last and supports everything.
+`ops.gated_delta`, `ops.moe`, `ops.block_convolution`, `ops.sampling_noise`, `ops.argmax`, `ops.top_k`) is one public
+function with a reference in plain JAX and an ordered list of implementations. The first implementation that supports
+the backend and the arguments computes the result; the reference comes last and supports everything.
 ``dflash ops`` prints the choices for a config and a device.
 """
 
@@ -55,7 +55,8 @@ class Backend:
     Attributes:
         platform: "cpu", "cuda", "rocm" or "tpu".
         card: The NVIDIA card that tiles are chosen for; None on other platforms.
-        kernels: The user's choice: "auto", or "xla" for none of this package's kernels.
+        kernels: The user's choice: "auto"; "all", also those of this package's kernels that no card has run; or "xla"
+            for none of them.
         no_cpp: Why the C++ kernels are not used; None where they are.
         no_triton: Why the Triton kernels are not used; None where they are.
         on_choice: Called with each `Choice` while programs are traced. Comparisons of backends ignore it.
@@ -100,9 +101,9 @@ class Backend:
         return cls(platform, card, kernels, no_cpp, _no_triton(device, card))
 
     @classmethod
-    def for_card(cls, card: Card) -> "Backend":
-        """CUDA with Triton kernels, for a card that need not be in this machine."""
-        return cls("cuda", card, "auto", "the platform is cuda", None)
+    def for_card(cls, card: Card, kernels: str = "auto") -> "Backend":
+        """CUDA with Triton kernels, "auto" or "all", for a card that need not be in this machine."""
+        return cls("cuda", card, kernels, "the platform is cuda", None)
 
     @classmethod
     def xla(cls, platform: str = "cpu", card: Card | None = None) -> "Backend":
@@ -187,11 +188,13 @@ class Implementation:
         supports: A function of the backend and the operation's arguments, arrays or shape structs. It returns None, or
             the reason why this implementation does not support them.
         call: The implementation, a function of the same arguments.
+        is_tried: Whether it has run where it is for. Others are taken only where the user wants "all" kernels.
     """
 
     name: str
     supports: Callable[..., str | None]
     call: Callable[..., Any]
+    is_tried: bool = True
 
 
 def choose(
@@ -215,6 +218,8 @@ def choose(
     passed_over: list[tuple[str, str]] = []
     for implementation in implementations:
         reason = implementation.supports(backend, *args, **options)
+        if reason is None and not implementation.is_tried and backend.kernels != "all":
+            reason = "no card has run it: kernels 'all' takes it"
         if reason is None:
             if backend.on_choice is not None:
                 shapes = (jnp.dtype(x.dtype).name + str(list(x.shape)) for x in jax.tree.leaves(args) if _is_array(x))

@@ -5,7 +5,7 @@ from typing import Any
 
 KIB = 1024
 # Values of --kernels.
-CHOICES = ("auto", "xla")
+CHOICES = ("auto", "all", "xla")
 # Bytes of shared memory of a program, by compute capability (CUDA C++ Programming Guide, technical specifications).
 # Used where JAX does not report it, and for cards that are not in this machine.
 SHARED_MEMORY = {

@@ -79,7 +79,11 @@ class LLMOptions:
         least=1,
         aliases="--dcp-size -dcp",
     )
-    kernels: str = _models("auto", "xla: none of our own, which are Triton on a GPU and C++ on a CPU", choices=CHOICES)
+    kernels: str = _models(
+        "auto",
+        "our own are Triton on a GPU and C++ on a CPU; all: also those that no card has run; xla: none of our own",
+        choices=CHOICES,
+    )
     max_len: int | None = _load(
         None,
         "tokens of a request, prompt and answer, at most (default: the model's positions; of serve, what fits)",

@@ -91,12 +91,20 @@ class AxisSharding:
         ids, values = (jnp.take_along_axis(each, first, axis=-1)[..., 0] for each in (ids, values))
         return ids, values
 
-    def top_k(self, x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """The k largest of x [..., part] and their indices in the undivided dimension, [..., k] each.
+    def top_k(
+        self, x: jax.Array, k: int, top_k: Callable[..., tuple[jax.Array, jax.Array]]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The largest values over the last axis, the largest first; of equal ones the lowest index.
 
-        Where the dimension has fewer, all of them.
+        Args:
+            x: [..., part].
+            k: Their number; at most all are given.
+            top_k: The same of an array on one device: ``top_k(x, k=k)``.
+
+        Returns:
+            The values, [..., k], and their indices in the undivided dimension, int [..., k].
         """
-        values, ids = jax.lax.top_k(x, min(k, x.shape[-1]))
+        values, ids = top_k(x, k=min(k, x.shape[-1]))
         if not self.axes:
             return values, ids
         values, ids = self.gather(values, -1), self.gather(ids + self.index() * x.shape[-1], -1)

@@ -93,7 +93,7 @@ def run(args) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: four systems)")
+    p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: five systems)")
     p.add_argument("--mesh", default="", metavar="tensor=8", help="of --config (default: one device)")
     text = "compute capability, 10 times major plus minor (default: %(default)s)"
     p.add_argument("--card", nargs="+", type=int, default=list(CARDS), metavar="N", help=text)

@@ -128,7 +128,12 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--slots", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
     p.add_argument("--quantize", choices=["int8", "fp8"])
-    p.add_argument("--kernels", choices=CHOICES, default="auto", help="xla: without Triton kernels on a GPU")
+    p.add_argument(
+        "--kernels",
+        choices=CHOICES,
+        default="auto",
+        help="all: also those that no card has run; xla: none",
+    )
     p.add_argument("--draft", choices=["mtp"], help="the target's own MTP head in place of the config's drafter")
     p.add_argument("--block-size", type=int, metavar="B", help="tokens of a round (default: the drafter's)")
     p.add_argument("--draft-tokens", type=int, metavar="N", help="number of tokens that are drafted (default: all)")

@@ -1,9 +1,9 @@
-"""Writes benchmarks/compile.json and compile.md: `report.py` over the systems that matter.
+"""Writes benchmarks/compile.json and compile.md: `report.py` and `drafts.py` over the systems that matter.
 
-    python scripts/compile/table.py [--only four-layers|full]
+    python scripts/compile/table.py [--only four-layers|full|drafts]
 
-Rows already in the file are kept unless --again is given, so an interrupted run goes on. The rows of four layers are
-what tests/tools/test_compile_report.py compares with.
+Rows already in the file are kept unless --again is given, so an interrupted run goes on. The rows of four layers and
+of drafts are what tests/tools/test_compile_report.py compares with.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-REPORT = Path(__file__).with_name("report.py")
+FOLDER = Path(__file__).parent
 FIGURES = ROOT / "benchmarks" / "compile.json"
 FOUR_LAYERS = [
     "qwen3.6-35b-a3b --device b200 --layers 4",
@@ -43,6 +43,14 @@ FULL = [
         for shortlist in ("", " --draft-tokens 32768")
     ),
 ]
+DRAFTS = [
+    f"{system} --device b200{block}{slots}{kernels}"
+    for system, block in (("qwen3.8-27b", ""), ("qwen3.6-35b-a3b", " --block-size 8"))
+    for slots in ("", " --slots 32")
+    for kernels in (" --kernels all", "")
+]
+# Of each section its script, and its rows.
+SECTIONS = {"four-layers": ("report.py", FOUR_LAYERS), "full": ("report.py", FULL), "drafts": ("drafts.py", DRAFTS)}
 INTRODUCTION = """# What XLA makes of it
 
 Compiled at full size for accelerators that were not there: nothing here has run on one, and no figure is a measured
@@ -56,6 +64,9 @@ anew. Weights: GB of them that a round's operations read (prefill: all), each ar
 it, of those held; the embedding, of which rows are gathered, is not counted on one device, the head of a round is for
 drafts and once more to verify, and of experts' arrays only the chosen are read. Estimate: the TPU compiler's own, of a
 loop's body once and without the loops over the context. GPUs: with Triton kernels, but for `--kernels xla`.
+
+Whole models were compiled before 27 November 2026. Their kernels a layer have some of the branches' kernels among them,
+22 in all of a plain step and 40 of a round: those after the first loop within a branch.
 """
 COLUMNS = (
     "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|"
@@ -64,10 +75,23 @@ COLUMNS = (
 HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 13}|\n"
 
 
-def measure(command: str) -> dict:
+OF_DRAFTS = """
+The drafts of a round, of the same drafter as DFlash and as DFlash2 (`scripts/compile/drafts.py --config …`): kernels
+that run in the proposal, greedy and drawn, and of each of its layers; what DFlash2 adds, and the time of that,
+**predicted**: its bytes at the card's bandwidth, and 1.0 to 2.5 µs a kernel. The 35B's drafter, of which a DFlash is
+in `configs/`, gets the convolutions and the selector of the published DFlash2. In branches: what penalties and filters
+may take, with two loops over 32 steps. The choice by the selector has no loop. `--kernels all` takes the kernel of
+block convolutions, which no card has run.
+
+| system | slots | layers | DFlash | DFlash2 | more a layer | more in all | more MB | predicted ms |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def measure(script: str, command: str) -> dict:
     """One report, from a process of its own: the compilers keep what they have."""
     config, *options = command.split()
-    argv = [sys.executable, str(REPORT), "--config", config]
+    argv = [sys.executable, str(FOLDER / script), "--config", config]
     done = subprocess.run([*argv, *options, "--json"], capture_output=True, text=True)
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1][:300]}
@@ -104,23 +128,50 @@ def table(rows: dict[str, dict]) -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
+def drafts_table(rows: dict[str, dict]) -> str:
+    """Markdown: a line a drafter."""
+    lines = []
+    for command, found in rows.items():
+        if "failed" in found:
+            lines.append(f"| `{command}` | | | {found['failed']} | | | | | |")
+            continue
+        of, added = found["programs"], found["added"]
+        kernels = (
+            ", ".join(str(of[f"{form}, {how}"]["kernels"]) for how in added)
+            + f", {of[f'{form}, greedy']['of_a_layer']}"
+            for form in ("dflash", "dflash2")
+        )
+        least, most = (1e3 * pick(f["predicted_s"][i] for f in added.values()) for i, pick in ((0, min), (1, max)))
+        cells = [
+            f"`{command}`",
+            str(found["slots"]),
+            str(found["layers"]),
+            *kernels,
+            *(", ".join(str(f[name]) for f in added.values()) for name in ("of_a_layer", "kernels")),
+            f"{added['greedy']['bytes'] / 1e6:.0f}",
+            f"{least:.3f} to {most:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return OF_DRAFTS + "\n".join(lines) + "\n"
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", choices=["four-layers", "full"])
+    p.add_argument("--only", choices=list(SECTIONS))
     p.add_argument("--again", action="store_true", help="measure what is in the file anew")
     args = p.parse_args()
     figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    for name, commands in (("four-layers", FOUR_LAYERS), ("full", FULL)):
+    for name, (script, commands) in SECTIONS.items():
         held = figures.get(name, {})
         for command in commands:
             if args.only in (None, name) and (args.again or "programs" not in held.get(command, {})):
                 print(command, flush=True)
-                held[command] = measure(command)
+                held[command] = measure(script, command)
             figures[name] = {c: held[c] for c in commands if c in held}
             FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
     text = INTRODUCTION + table(figures["full"])
     text += "\nThe first four layers (three recurrent, one of attention), which a test holds these figures to:\n"
-    text += table(figures["four-layers"])
+    text += table(figures["four-layers"]) + drafts_table(figures["drafts"])
     FIGURES.with_suffix(".md").write_text(text)
 
 

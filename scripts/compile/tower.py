@@ -89,7 +89,12 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--config", default="qwen3.6-35b-a3b", metavar="NAME|FILE", help="default: %(default)s")
     p.add_argument("--device", required=True, metavar="NAME", help="h100, h200, b200, or a TPU slice such as v6e:1x1")
     p.add_argument("--patches", nargs="+", type=int, default=[4096, 16384, 65536], metavar="N", help="of a call")
-    p.add_argument("--kernels", choices=CHOICES, default="auto", help="xla: without Triton kernels on a GPU")
+    p.add_argument(
+        "--kernels",
+        choices=CHOICES,
+        default="auto",
+        help="all: also those that no card has run; xla: none",
+    )
     p.add_argument("--json", action="store_true", help="a JSON object a line")
     return exit_code(lambda: run(p.parse_args(argv)))
 

@@ -16,8 +16,8 @@ def short(monkeypatch):
     monkeypatch.setattr(ops, "read_shapes", lambda *paths: shorten(read_shapes(*paths), 4))
 
 
-def choices(capsys, *options: str) -> dict[str, list[dict]]:
-    assert main(["--config", "qwen3.6-35b-a3b", "--prompt", "256", "--json", *options]) == 0
+def choices(capsys, *options: str, config: str = "qwen3.6-35b-a3b") -> dict[str, list[dict]]:
+    assert main(["--config", config, "--prompt", "256", "--json", *options]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return {line["program"]: line["choices"] for line in lines}
 
@@ -36,6 +36,17 @@ def test_a_card_takes_its_kernels(capsys):
     assert taken(found["prefill"])["linear"] == {"reference"}
     reasons = dict(next(c for c in found["prefill"] if c["op"] == "linear")["passed_over"])
     assert reasons["triton"] == "256 rows: the kernel takes 16 at most"
+
+
+@pytest.mark.usefixtures("short")
+def test_a_kernel_that_no_card_has_run_is_taken_where_all_are_wanted(capsys):
+    pytest.importorskip("triton")
+    for wanted, implementation in (("auto", "reference"), ("all", "triton")):
+        found = choices(capsys, "--device", "b200", "--kernels", wanted, config="qwen3.8-27b")["round"]
+        (convolution,) = (c for c in found if c["op"] == "block_convolution")
+        assert convolution["taken"] == implementation
+        if wanted == "auto":
+            assert convolution["passed_over"] == [["triton", "no card has run it: kernels 'all' takes it"]]
 
 
 @pytest.mark.usefixtures("short")

@@ -18,6 +18,8 @@ from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import Settings
+from dflash_jax.models.config import ConvSpec, SelectorSpec
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import parameter_paths
@@ -52,7 +54,7 @@ def few_programs():
 
 
 def on_cuda(module):
-    return with_backend(module, INTERPRETED)
+    return with_backend(module, replace(INTERPRETED, kernels="all"))
 
 
 def requests(lengths, temperature: float):
@@ -105,13 +107,18 @@ def drafts(target, drafter, temperature: float) -> np.ndarray:
     return np.asarray(jax.jit(partial(speculative.propose, settings=settings))(target, drafter, state))
 
 
-def test_drafts_are_those_of_xla(models):
+@pytest.mark.parametrize("is_dflash2", [False, True], ids=["dflash", "dflash2"])
+def test_drafts_are_those_of_xla(models, is_dflash2):
     """Which tokens are accepted cannot show a wrong drafter: so its proposals are compared too."""
+    if is_dflash2:
+        config = replace(models[1].config, conv=ConvSpec(2, 4), selector=SelectorSpec(8, 4))
+        models = models[0], token_runs.drawn(abstract_drafter(config), 1, 0.0)
     expected = drafts(*models, temperature=0.8)
     with interpreting() as ran:
         found = drafts(*map(on_cuda, models), temperature=0.8)
     np.testing.assert_array_equal(found, expected)
     assert {"_attend", "_project", "_rotate"} <= set(ran)
+    assert ("_convolve" in ran) == is_dflash2
 
 
 @pytest.mark.long

@@ -165,7 +165,7 @@ def test_draws_from_some_tokens_and_best_candidates_are_those_of_one_device():
         part = best_candidates(some, rows, positions, mode, 4, ids)
         whole = best_candidates(logits, rows, positions, mode, 4)
         # More than a device's part has, and more than there are.
-        many = [rows.vocab.top_k(logits, VOCAB + n) for n in (-1, 5)]
+        many = [rows.vocab.top_k(logits, VOCAB + n, jax.lax.top_k) for n in (-1, 5)]
         drawn, scores = draw_drafts(some, rows, positions, mode, ids, has_scores=True)
         drafts, whole_scores = draw_drafts(logits, rows, positions, mode, has_scores=True)
         results = drawn, drafts, scores, whole_scores, part.tokens, part.scores, whole.tokens, whole.scores

@@ -12,6 +12,7 @@ from jaxtyping import TypeCheckError, jaxtyped
 from dflash_jax.ops import (
     argmax,
     attention,
+    block_convolution,
     cache_write,
     frame_attention,
     gated_delta,
@@ -20,6 +21,7 @@ from dflash_jax.ops import (
     moe,
     rotation,
     sampling_noise,
+    top_k,
 )
 from dflash_jax.ops.backend import XLA, Backend, choose
 from dflash_jax.ops.card import HOPPER
@@ -138,6 +140,12 @@ def packed_linear_cases():
         yield (x, [PackedWeight.of(np.asarray(w), 1) for w in weights]), options
 
 
+def block_convolution_cases():
+    """Tiles that are not full, taps that are no power of two, more taps than places."""
+    for blocks, width, taps, group in ((1, 8, 2, 16), (5, 3, 3, 4), (9, 16, 2, 8), (1, 2, 4, 1)):
+        yield arguments.block_convolution(Source(taps), blocks, width, 192, taps, group), {}
+
+
 def noise_cases():
     positions = jnp.asarray([[0, 5, 70_000], [1, 2, 2**31 - 1]])
     yield (jnp.asarray([3, 2**32 - 1], jnp.uint32), positions, jnp.arange(501)), {}
@@ -163,6 +171,13 @@ def argmax_cases():
     yield (jnp.asarray(x),), {}
 
 
+def top_k_cases():
+    """Many equal values, and few that are finite."""
+    ((x,), _), *_ = argmax_cases()
+    yield (x,), {"k": 7}
+    yield (x.at[0].set(-jnp.inf).at[1, 1, 70:].set(-jnp.inf),), {"k": 10}
+
+
 OPERATIONS = {
     "linear": (linear.IMPLEMENTATIONS, linear_cases),
     "packed linear": (linear.IMPLEMENTATIONS[:1], packed_linear_cases),
@@ -174,8 +189,10 @@ OPERATIONS = {
     "replay": (gated_delta.REPLAYS, replay_cases),
     "mixture": (moe.IMPLEMENTATIONS, mixture_cases),
     "packed mixture": (moe.IMPLEMENTATIONS[:1], packed_mixture_cases),
+    "block_convolution": (block_convolution.IMPLEMENTATIONS, block_convolution_cases),
     "sampling_noise": (sampling_noise.IMPLEMENTATIONS, noise_cases),
     "argmax": (argmax.IMPLEMENTATIONS, argmax_cases),
+    "top_k": (top_k.IMPLEMENTATIONS, top_k_cases),
     "frame_attention": (frame_attention.IMPLEMENTATIONS, frame_cases),
 }
 
@@ -227,8 +244,9 @@ def test_an_implementation_is_its_reference(operation, name):
             # In one program: operation by operation, most of the time goes into compilation.
             call = jax.jit(partial(implementation.call, backend, **options))
             found = jax.block_until_ready(call(*args))
-        if operation == "argmax":
-            np.testing.assert_array_equal(found, reference_of(operation).call(XLA, *args))
+        if operation in ("argmax", "top_k"):
+            expected = reference_of(operation).call(XLA, *args, **options)
+            assert all(map(np.array_equal, *map(jax.tree.leaves, (found, expected))))
             continue
         assert_tree_near(leaves(found), exact(operation, case))
     if not compared and name == "cpp" and Backend.detect().no_cpp:
@@ -244,8 +262,10 @@ PUBLIC = {
     "advance": gated_delta.advance,
     "replay": gated_delta.replay,
     "mixture": moe.mixture,
+    "block_convolution": block_convolution.block_convolution,
     "sampling_noise": sampling_noise.gumbel_noise,
     "argmax": argmax.argmax,
+    "top_k": top_k.top_k,
     "frame_attention": frame_attention.frame_attention,
 }
 

@@ -1,7 +1,6 @@
 """DFlash2 against its restatement in `dflash_reference`: convolutions around the sublayers, and the walked chain."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +147,7 @@ def test_a_place_reaches_no_other_sequence_and_none_before_it():
     x = rng.standard_normal((2, 8, draft.hidden_size)).astype(np.float32)
     other = x.copy()
     other[0, 4] += 1
-    conv = drafter.layers[0].attention_conv
-    run = jax.jit(partial(conv.around, sublayer=lambda v: 2 * v))
-    moved = np.abs(np.asarray(run(x, x)) - np.asarray(run(other, other))).max(-1) > 1e-6
+    layer = drafter.layers[0]
+    run = jax.jit(lambda x: layer.attention_conv.around(x, layer.input_norm, lambda v: 2 * v))
+    moved = np.abs(np.asarray(run(x)) - np.asarray(run(other))).max(-1) > 1e-6
     assert np.argwhere(moved).tolist() == [[0, 4], [0, 5], [0, 6], [0, 7]]

@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
 from dflash_jax.ops.gated_delta import Weights
+from dflash_jax.ops.linear import DeferredNorm
 from dflash_jax.ops.weights import quantize
 
 _quantize = jax.jit(quantize, static_argnums=(1, 2))
@@ -181,6 +182,13 @@ def experts(
     rest = source.draw(tokens, hidden, dtype=dtype) if residual else None
     placed = _placed((x, logits, live, np.int32(experts // 4), gate_up, down, shared, rest))
     return *placed, {"experts_per_token": top, "normalise": top != 3}
+
+
+def block_convolution(source, blocks, width, hidden, taps, group, dtype=jnp.float32):
+    """(x with its norm, projection, base) of `ops.block_convolution.block_convolution`."""
+    x, norm = (3 * source.draw(blocks, width, hidden, dtype=dtype)).astype(dtype), source.draw(hidden, dtype=dtype)
+    projection = (source.draw(2, taps, hidden // group, hidden, dtype=dtype) * hidden**-0.5).astype(dtype)
+    return _placed((DeferredNorm(x, norm, 1e-6), projection, source.draw(taps, hidden, dtype=dtype)))
 
 
 def projections(source, rows, hidden, outputs, quantized=None, dtype=jnp.float32):

@@ -20,6 +20,7 @@ from tools.kernels.comparisons import (
     Comparison,
     Sizes,
     attention,
+    convolutions,
     delta,
     frames,
     mixtures,
@@ -143,6 +144,7 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
             yield named(rotation, rows, tokens, dtype, heads="target")
             yield named(rotation, rows, tokens, dtype, heads="draft")
             yield named(writing, rows, tokens, dtype)
+            yield named(convolutions, rows, tokens, dtype)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16, quantized="fp8")
     for rows, tokens in sizes.all(F32):

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.rope import rope_angles
 from dflash_jax.ops import attention as attention_op
-from dflash_jax.ops import cache_write, frame_attention, gated_delta, linear, moe
+from dflash_jax.ops import block_convolution, cache_write, frame_attention, gated_delta, linear, moe
 from dflash_jax.ops import rotation as rotation_op
 from dflash_jax.ops.backend import Backend, Implementation
 from dflash_jax.ops.card import HOPPER, Card
@@ -286,6 +286,18 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None)
     # The head's logits are sums in float32 of exact products.
     kernel, definition = partial(maps, on_card()), partial(maps, XLA)
     return Comparison(F32 if weights == "head" else dtype, kernel, definition, (x, norm, matrices, rest), permuted)
+
+
+def convolutions(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
+    """Norm, coefficients and convolution of a DFlash2 drafter's blocks."""
+    args = arguments.block_convolution(source, rows, tokens, sizes.experts[3], 2, 16, dtype)
+    definition = partial(block_convolution.reference, XLA)
+
+    def permuted(args, order):
+        x, *weights = args
+        return replace(x, x=x.x[order]), *weights
+
+    return Comparison(dtype, kernel_of(block_convolution.IMPLEMENTATIONS), definition, args, permuted)
 
 
 def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False) -> Comparison:
