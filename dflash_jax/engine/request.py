@@ -11,6 +11,7 @@ import numpy as np
 from dflash_jax.argument_checks import shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.media import PromptMedia
+from dflash_jax.engine.statistics import Round, rounds_of
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
@@ -284,7 +285,8 @@ class Event:
             logprob_token_ids. Natural logarithms.
         finish_reason: With the last event, why the request ended.
         error: With the finish reason "error", its cause: an InputError where the request itself is at fault.
-        block_size: Tokens that a round could yield.
+        drafted: Drafts that each round verified; empty where none has any.
+        drafter: The name of the drafter.
     """
 
     request: Request
@@ -293,4 +295,10 @@ class Event:
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
     error: Exception | None = None
-    block_size: int = 1
+    drafted: Sequence[int] = ()
+    drafter: str | None = None
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds, with what each yielded of the tokens."""
+        return rounds_of(self.drafter, self.drafted or [0] * len(self.yielded), self.yielded)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import isnan
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
+from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.masking import Masking
 from dflash_jax.engine.model_runner import ModelRunner
@@ -27,6 +28,7 @@ class Results:
         masking: The masks of all requests.
         prefix_cache: Cleared where logits are not finite.
         statistics: Gets the totals.
+        config: Has the drafters' names.
         end: ``end(request, reason, **fields of the event)`` ends a request, and returns its last event.
     """
 
@@ -37,10 +39,11 @@ class Results:
         masking: Masking,
         prefix_cache: PrefixCache,
         statistics: Statistics,
+        config: EngineConfig,
         end: Callable[..., Event],
     ):
         self._runner, self._scheduler, self._masking, self._prefix_cache = runner, scheduler, masking, prefix_cache
-        self._statistics, self._end = statistics, end
+        self._statistics, self._config, self._end = statistics, config, end
 
     def events(self, request: Request, outcome: Outcome, i: int, block_size: int, drafter: int | None) -> list[Event]:
         """The events of the request of slot ``i`` of a dispatch; ``block_size``: its own in its rounds."""
@@ -85,16 +88,13 @@ class Results:
         if record is not None:
             entries = logprob_entries(tokens, record, params.logprobs or 0, params.logprob_token_ids)
         request.tokens += tokens
-        s = self._statistics
-        s.new_tokens += len(tokens)
-        s.rounds += len(yielded)
-        s.yielded.update(yielded)
-        if block_size > 1:
-            s.drafts += len(yielded)
-            s.draft_tokens += len(yielded) * (block_size - 1)
-        if reason is None:
-            return Event(request, tokens, yielded, entries, block_size=block_size)
-        return self._end(request, reason, tokens=tokens, yielded=yielded, logprobs=entries, block_size=block_size)
+        fields = {"tokens": tokens, "yielded": yielded, "logprobs": entries}
+        if block_size > 1 and drafter is not None:
+            fields |= {"drafted": [block_size - 1] * len(yielded), "drafter": self._config.drafter_name(drafter)}
+        event = Event(request, **fields) if reason is None else self._end(request, reason, **fields)
+        self._statistics.new_tokens += len(tokens)
+        self._statistics.rounds.update(event.rounds)
+        return event
 
     def advance_mask(self, request: Request, tokens: Sequence[int]) -> None:
         """Advances a request's masks, if it has some, by tokens; a negative one is a fault.

@@ -82,6 +82,7 @@ class LLM(Generation):
         defaults: The checkpoint's `SamplingDefaults`.
         target: The target model.
         drafters: The drafters.
+        drafter_names: What metrics call them: repo ids, names of directories, "mtp", "bundled", types of objects.
         dtype: "float32" or "bfloat16".
         block_size: Tokens that a round may yield, or "auto".
         largest_block: The largest block size; 1 without a drafter.
@@ -144,6 +145,7 @@ class LLM(Generation):
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
         self.drafters, self.media, self.encoder, self._is_loaded = (), None, None, False
+        self.drafter_names = checkpoint.draft_names
         self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
 
     def load(self) -> None:
@@ -196,7 +198,7 @@ class LLM(Generation):
             if known is not None and before is not owner:
                 placed.vocabulary = shortlist(known.ids[...], owner, self.dtype)
         other = self.with_programs(Executables(self.target, placed))
-        other.drafters = (placed,)
+        other.drafters, other.drafter_names = (placed,), (type(drafter).__name__,)
         other.largest_block = min(config.block_size, self._given.max_block_size or config.block_size)
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
@@ -250,6 +252,12 @@ class LLM(Generation):
         return ",".join(names) or None
 
     @property
+    def draft_places(self) -> dict[str, int]:
+        """The largest draft length of each drafter, by its name."""
+        lengths = [min(self.largest_block, config_of(drafter).block_size) - 1 for drafter in self.drafters]
+        return {name: n for name, n in zip(self.drafter_names, lengths, strict=True) if n}
+
+    @property
     def facts(self) -> ModelFacts:
         """What a `FrontModel` of this model is made of."""
         return ModelFacts(
@@ -260,6 +268,7 @@ class LLM(Generation):
             largest_block=self.largest_block,
             dtype=self.dtype,
             drafting_method=self.drafting_method,
+            draft_places=self.draft_places,
             takes_media=self.media is not None,
         )
 
@@ -346,6 +355,7 @@ class LLM(Generation):
         options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
         config = EngineConfig(
             speculations=policy.speculations,
+            drafters=self.drafter_names,
             max_decode_batch=1 if exact else None,
             prefix_bytes=self.prefix_bytes,
             prefix_host_bytes=self.prefix_host_bytes,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dflash_jax.engine.request import Event, Request
+from dflash_jax.engine.statistics import Round, Rounds
 from dflash_jax.engine.token_rules import DraftRecord
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.outputs import Completion, Timings
@@ -95,13 +96,12 @@ class TextSequence:
         has_given_seed: Whether the parameters have a seed.
         is_streamed: Whether there are pieces.
         num_tokens: New tokens so far.
-        yielded: Tokens that each round yielded.
+        rounds: The rounds, in their order.
+        counts: Their numbers.
         logprobs: An entry for each new token, as in `Completion`; None where not asked for.
         pieces: Pieces that the consumer has not removed.
         error: What ended the sequence, where that is an error.
         compile_s: Seconds of compilation that the sequence waited for.
-        drafts: Rounds with drafts.
-        draft_tokens: Tokens drafted in them.
         starts: Where each token begins in the text; only where streamed.
         preparation: Seconds of steps before the request, by name.
     """
@@ -142,12 +142,12 @@ class TextSequence:
         self._hidden = frozenset(() if params.include_stop_str_in_output else stops)
         self.is_streamed = streamed
         self.num_tokens = 0
-        self.yielded: list[int] = []
+        self.rounds: list[Round] = []
+        self.counts = Rounds()
         self.logprobs: list[dict] | None = [] if params.wants_logprobs else None
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.compile_s = 0.0
-        self.drafts = self.draft_tokens = 0
         self.starts: list[int] = []
         # Characters of the text that pieces have. For each event that is monitored but not yet taken: where the text
         # ended after each token, and where the token begins.
@@ -178,13 +178,11 @@ class TextSequence:
     def take(self, event: Event) -> None:
         """Adds an event of the engine."""
         self.num_tokens += len(event.tokens)
-        self.yielded += event.yielded
+        self.rounds += event.rounds
+        self.counts.update(event.rounds)
         self.error = event.error
         if event.logprobs is not None and self.logprobs is not None:
             self.logprobs += event.logprobs
-        if event.block_size > 1:
-            self.drafts += len(event.yielded)
-            self.draft_tokens += len(event.yielded) * (event.block_size - 1)
         if not self.is_streamed:
             self._take_end(event)
             return
@@ -208,7 +206,7 @@ class TextSequence:
         if self._draft_record is None:
             return None
         # After the drafts that a slot may use, a block is padding.
-        return [self._draft_record.rounds.popleft()[: event.block_size - 1] for _ in event.yielded]
+        return [self._draft_record.rounds.popleft()[: each.drafted] for each in event.rounds]
 
     def _take_end(self, event: Event) -> None:
         if self.text and event.finish_reason:
@@ -254,7 +252,5 @@ class TextSequence:
         assert r.finish_reason is not None, "the sequence has not ended"
         # The checkpoint's own stop tokens are no reason, as in vLLM.
         is_given = isinstance(self.matched, str) or self.matched in r.params.stop_token_ids
-        reason = self.matched if is_given else None
-        return Completion(
-            r.prompt, r.tokens, text, r.finish_reason, self.yielded, self.logprobs, timings, r.cached, reason
-        )
+        reason, lengths = self.matched if is_given else None, [each.yielded for each in self.rounds]
+        return Completion(r.prompt, r.tokens, text, r.finish_reason, lengths, self.logprobs, timings, r.cached, reason)

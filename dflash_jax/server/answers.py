@@ -1,14 +1,15 @@
 """Parts that answers of several endpoints share: usage, times, log-probabilities."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import inf, isfinite, isnan, nan
 
+from dflash_jax.engine.statistics import Rounds
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.protocol import MEDIA_STEPS
 from dflash_jax.server.errors import dumped
-from dflash_jax.server.schema import StreamOptions
+from dflash_jax.server.schema import OpenAiSampling, StreamOptions
 from dflash_jax.server.serving import Serving
 
 # OpenAI's log-probability of an impossible token: JSON has no infinity.
@@ -24,16 +25,21 @@ class Totals:
     Args:
         sequences: All sequences; choices of one prompt are neighbours.
         choices: Sequences of each prompt.
+        draft_places: The largest draft length of each drafter, by name.
         is_new: Whether new tokens count. With max_tokens 0, the engine's one token is left out.
+
+    Attributes:
+        rounds: The rounds of all sequences, where new tokens count.
     """
 
-    def __init__(self, sequences: Sequence[TextSequence], choices: int, is_new: bool = True):
+    def __init__(
+        self, sequences: Sequence[TextSequence], choices: int, draft_places: Mapping[str, int], is_new: bool = True
+    ):
         self._sequences, self._choices, self._is_new = sequences, choices, is_new
         self._prompt_tokens = sum(len(r.request.prompt) for r in sequences[::choices])
-        self._cached: dict[int, int] = {}
-        # Of each sequence, as counted so far: tokens, rounds, rounds with drafts, drafted tokens; and their sums.
-        self._counted = [(0, 0, 0, 0)] * len(sequences)
-        self._sums, self._cached_tokens = (0, 0, 0, 0), 0
+        self._draft_places, self._cached = draft_places, dict[int, int]()
+        # Rounds of each sequence that are counted.
+        self._counted, self.rounds, self._cached_tokens = dict[int, Rounds](), Rounds(), 0
         # The first sequence with a token, and how many have one and have ended; when a prompt was first in the caches,
         # and when a sequence ended last.
         self._first: int | None = None
@@ -52,11 +58,10 @@ class Totals:
         """Counts what the sequence ``i`` has got."""
         self.take_prompt(i)
         sequence = self._sequences[i]
-        now = (sequence.num_tokens, len(sequence.yielded), sequence.drafts, sequence.draft_tokens)
-        tokens, rounds, drafts, drafted = (
-            total + new - old for total, new, old in zip(self._sums, now, self._counted[i], strict=True)
-        )
-        self._sums, self._counted[i] = (tokens, rounds, drafts, drafted), now
+        if self._is_new:
+            self.rounds.update(sequence.counts)
+            self.rounds.subtract(self._counted.get(i, ()))
+            self._counted[i] = sequence.counts.copy()
         times = sequence.request.times
         if not times.is_submitted or isnan(times.first_token):
             return
@@ -72,14 +77,12 @@ class Totals:
         """Token counts of the request.
 
         Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is the number of drafted
-        blocks.
+        blocks. The values of a dict are numbers, or dicts that always have the same keys: clients add them up.
 
         Args:
             reasoning_tokens: Tokens of reasoning among the new ones.
         """
-        tokens, rounds, drafts, drafted = self._sums if self._is_new else (0, 0, 0, 0)
-        # Each round has one token that was not drafted.
-        accepted = tokens - rounds
+        rounds, tokens, accepted = self.rounds, self.rounds.tokens, self.rounds.accepted_tokens
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": tokens,
@@ -90,9 +93,10 @@ class Totals:
             "completion_tokens_details": {
                 "reasoning_tokens": reasoning_tokens,
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-                "draft_rounds": drafts,
+                "rejected_prediction_tokens": rounds.draft_tokens - accepted,
+                "draft_rounds": rounds.drafts,
             },
+            "drafters": drafters(rounds, self._draft_places),
         }
 
     def timings(self, now: float, plain_round_s: float | None = None) -> dict:
@@ -115,30 +119,87 @@ class Totals:
         first = self._sequences[self._first].request.times
         before |= {"queue_s": first.admitted - first.submitted, "prefill_s": first.first_token - first.admitted}
         seconds = (self._finished if len(self._ended) == len(self._begun) else now) - self._ready
-        rate = self._sums[0] / max(seconds, 1e-9)
+        rate = self.rounds.tokens / max(seconds, 1e-9)
         speedup = None if plain_round_s is None else rate * plain_round_s / len(self._begun)
         return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup, **before}
 
 
-def usage(sequences: Sequence[TextSequence], choices: int, reasoning_tokens: int = 0, is_new: bool = True) -> dict:
-    """`Totals.usage` of sequences that have ended."""
-    totals = Totals(sequences, choices, is_new)
+def ended_totals(serving: Serving, sequences: Sequence[TextSequence], choices: int = 1, is_new: bool = True) -> Totals:
+    """`Totals` of sequences that have ended."""
+    totals = Totals(sequences, choices, serving.llm.draft_places, is_new)
     for i in range(len(sequences)):
         totals.take(i)
-    return totals.usage(reasoning_tokens)
+    return totals
+
+
+def drafters(rounds: Rounds, draft_places: Mapping[str, int]) -> dict[str, dict]:
+    """Rounds with drafts, drafts and accepted ones of each drafter; ``draft_places``: as in `Totals`."""
+
+    def one(rounds: Rounds, places: int) -> dict:
+        drafted, accepted = ({str(i): n for i, n in enumerate(counts)} for counts in rounds.by_place(places))
+        return {"rounds": rounds.total(), "drafted_per_pos": drafted, "accepted_per_pos": accepted}
+
+    # In a cluster an engine may have other drafters than the first.
+    return {name: one(of, draft_places.get(name, 0)) for name, of in rounds.by_drafter(draft_places).items()}
+
+
+def spec_tokens_details(rounds: Rounds) -> dict:
+    """SGLang's counts of drafts. Plain rounds count as rounds that accepted none."""
+    return {
+        "spec_accept_rate": rounds.acceptance_rate,
+        "spec_accept_length": rounds.acceptance_length,
+        "spec_num_correct_drafts": rounds.accepted_tokens,
+        "spec_num_proposed_drafts": rounds.draft_tokens,
+        "spec_verify_ct": rounds.total(),
+        "spec_correct_drafts_histogram": rounds.histogram(),
+    }
+
+
+def speculative_decoding(sequence: TextSequence, most: int, is_detailed: bool) -> dict:
+    """The counts of a sequence's drafts in vLLM's shape, without plain rounds.
+
+    Args:
+        sequence: The sequence.
+        most: The largest draft length.
+        is_detailed: Whether each round is counted, too.
+    """
+    totals = Rounds({each: count for each, count in sequence.counts.items() if each.drafted})
+    value = {
+        "mean_acceptance_length": totals.acceptance_length or 1.0,
+        "draft_acceptance_rate": totals.acceptance_rate,
+        "acceptance_histogram": totals.histogram(most),
+        "num_spec_steps": totals.total(),
+        "num_accepted_draft_tokens": totals.accepted_tokens,
+        "num_draft_tokens": totals.draft_tokens,
+        "num_spec_tokens": most,
+    }
+    if is_detailed:
+        drafting = [each for each in sequence.rounds if each.drafted]
+        value["per_step_accepted"] = [each.yielded - 1 for each in drafting]
+        value["per_step_drafted"] = [each.drafted for each in drafting]
+    return value
 
 
 def request_metrics(serving: Serving, sequences: Sequence[TextSequence]) -> dict:
-    """Times of a request with one sequence, in vLLM's shape, in milliseconds, where the server adds them.
+    """What the server adds of a request with one sequence, in vLLM's shape: times in milliseconds, counts of drafts.
 
     The result is {} for several sequences and for one that is not submitted. Unknown times are left out.
     ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the sequence gets a slot, as in
     vLLM. Images and videos have ``media_fetch_time_ms``, ``media_decode_time_ms`` and ``media_tower_time_ms`` before.
     """
-    if not serving.additions.metrics or len(sequences) != 1 or not sequences[0].request.times.is_submitted:
+    added = serving.additions
+    if len(sequences) != 1 or not sequences[0].request.times.is_submitted:
         return {}
-    times = sequences[0].request.times
-    new = len(sequences[0].request.tokens)
+    found = request_times(sequences[0]) if added.metrics else {}
+    if added.drafts != "none" and serving.llm.draft_places:
+        most = max(serving.llm.draft_places.values())
+        found["speculative_decoding"] = speculative_decoding(sequences[0], most, added.drafts == "detailed")
+    return {"metrics": found} if found else {}
+
+
+def request_times(sequence: TextSequence) -> dict:
+    """The times of `request_metrics`."""
+    times, new = sequence.request.times, len(sequence.request.tokens)
     from_slot, decoding = times.finished - times.admitted, times.finished - times.first_token
     values = {
         "time_to_first_token_ms": 1e3 * (times.first_token - times.admitted),
@@ -147,8 +208,8 @@ def request_metrics(serving: Serving, sequences: Sequence[TextSequence]) -> dict
         "mean_itl_ms": 1e3 * decoding / (new - 1) if new > 1 else nan,
         "tokens_per_second": new / from_slot if from_slot > 0 else nan,
     }
-    values |= {f"media_{step}_time_ms": 1e3 * seconds for step, seconds in sequences[0].preparation.items()}
-    return {"metrics": {name: value for name, value in values.items() if not isnan(value)}}
+    values |= {f"media_{step}_time_ms": 1e3 * seconds for step, seconds in sequence.preparation.items()}
+    return {name: value for name, value in values.items() if not isnan(value)}
 
 
 def stream_totals(
@@ -162,6 +223,28 @@ def stream_totals(
     engine = serving.engine
     timings = {"timings": totals.timings(engine.clock, engine.plain_round_s)} if options.include_timings else {}
     return {"usage": totals.usage(reasoning_tokens), **timings}
+
+
+def details(body: OpenAiSampling, totals: Totals) -> dict:
+    """SGLang's field ``sglext`` of an answer, where the request asks for it."""
+    if not body.return_spec_tokens_details:
+        return {}
+    return {"sglext": {"spec_tokens_details": spec_tokens_details(totals.rounds)}}
+
+
+def end_of_stream(
+    serving: Serving,
+    body: OpenAiSampling,
+    options: StreamOptions,
+    totals: Totals,
+    sequences: Sequence[TextSequence],
+    reasoning_tokens: int = 0,
+) -> dict:
+    """The fields of a stream's last chunk, which has no choice; {} where there is no such chunk."""
+    last = stream_totals(serving, options, totals, reasoning_tokens, is_last=True)
+    if options.include_usage:
+        last |= request_metrics(serving, sequences)
+    return last | details(body, totals)
 
 
 def finite(logprob: float) -> float:
