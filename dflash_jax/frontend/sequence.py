@@ -178,8 +178,8 @@ class TextSequence:
     def take(self, event: Event) -> None:
         """Adds an event of the engine."""
         self.num_tokens += len(event.tokens)
-        self.rounds += event.rounds
-        self.counts.update(event.rounds)
+        self.rounds += (rounds := event.rounds)
+        self.counts.update(rounds)
         self.error = event.error
         if event.logprobs is not None and self.logprobs is not None:
             self.logprobs += event.logprobs

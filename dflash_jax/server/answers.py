@@ -27,9 +27,6 @@ class Totals:
         choices: Sequences of each prompt.
         draft_places: The largest draft length of each drafter, by name.
         is_new: Whether new tokens count. With max_tokens 0, the engine's one token is left out.
-
-    Attributes:
-        rounds: The rounds of all sequences, where new tokens count.
     """
 
     def __init__(
@@ -38,8 +35,9 @@ class Totals:
         self._sequences, self._choices, self._is_new = sequences, choices, is_new
         self._prompt_tokens = sum(len(r.request.prompt) for r in sequences[::choices])
         self._draft_places, self._cached = draft_places, dict[int, int]()
-        # Rounds of each sequence that are counted.
-        self._counted, self.rounds, self._cached_tokens = dict[int, Rounds](), Rounds(), 0
+        # Rounds of each sequence that are counted, sequences that may have more, and the sum.
+        self._counted, self._grown, self._rounds = dict[int, Rounds](), set[int](), Rounds()
+        self._cached_tokens = 0
         # The first sequence with a token, and how many have one and have ended; when a prompt was first in the caches,
         # and when a sequence ended last.
         self._first: int | None = None
@@ -57,12 +55,8 @@ class Totals:
     def take(self, i: int) -> None:
         """Counts what the sequence ``i`` has got."""
         self.take_prompt(i)
-        sequence = self._sequences[i]
-        if self._is_new:
-            self.rounds.update(sequence.counts)
-            self.rounds.subtract(self._counted.get(i, ()))
-            self._counted[i] = sequence.counts.copy()
-        times = sequence.request.times
+        self._grown.add(i)
+        times = self._sequences[i].request.times
         if not times.is_submitted or isnan(times.first_token):
             return
         if i not in self._begun:
@@ -73,6 +67,16 @@ class Totals:
             self._ended.add(i)
             self._finished = max(self._finished, times.finished)
 
+    @property
+    def rounds(self) -> Rounds:
+        """The rounds of all sequences; none where new tokens do not count."""
+        for i in self._grown if self._is_new else ():
+            self._rounds.update(now := self._sequences[i].counts.copy())
+            self._rounds.subtract(self._counted.get(i, ()))
+            self._counted[i] = now
+        self._grown.clear()
+        return self._rounds
+
     def usage(self, reasoning_tokens: int = 0) -> dict:
         """Token counts of the request.
 
@@ -82,7 +86,8 @@ class Totals:
         Args:
             reasoning_tokens: Tokens of reasoning among the new ones.
         """
-        rounds, tokens, accepted = self.rounds, self.rounds.tokens, self.rounds.accepted_tokens
+        rounds = self.rounds
+        tokens, accepted = rounds.tokens, rounds.accepted_tokens
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": tokens,
@@ -110,16 +115,19 @@ class Totals:
         Returns:
             ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
             second of that time; ``speedup``, that rate over the one of plain rounds, None where these are not measured.
+            ``draft_n`` and ``draft_n_accepted`` are llama.cpp's counts of drafts.
             Before the first token: ``media_fetch_s``, ``media_decode_s`` and ``media_tower_s`` of images and videos,
             and ``queue_s`` and ``prefill_s`` of the first sequence.
         """
-        before = {f"media_{step}_s": self._sequences[0].preparation.get(step, 0.0) for step in MEDIA_STEPS}
+        rounds = self.rounds
+        before = {"draft_n": rounds.draft_tokens, "draft_n_accepted": rounds.accepted_tokens}
+        before |= {f"media_{step}_s": self._sequences[0].preparation.get(step, 0.0) for step in MEDIA_STEPS}
         if self._first is None:
             return {"decode_s": 0.0, "tokens_per_s": 0.0, "speedup": None, **before, "queue_s": 0.0, "prefill_s": 0.0}
         first = self._sequences[self._first].request.times
         before |= {"queue_s": first.admitted - first.submitted, "prefill_s": first.first_token - first.admitted}
         seconds = (self._finished if len(self._ended) == len(self._begun) else now) - self._ready
-        rate = self.rounds.tokens / max(seconds, 1e-9)
+        rate = rounds.tokens / max(seconds, 1e-9)
         speedup = None if plain_round_s is None else rate * plain_round_s / len(self._begun)
         return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup, **before}
 

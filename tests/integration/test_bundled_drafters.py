@@ -82,6 +82,10 @@ def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts
     completions = llm.generate(prompts, PARAMS[0.0], "auto")
     check_texts(llm, prompts, completions, plain[0.0], 0.0)
     assert llm.drafting_method == "NEXTN,DFLASH"
+    assert llm.draft_places == llm.engine.config.draft_places == {"mtp": 3, "draft": 3}
+    rounds = llm.engine.statistics.rounds
+    assert rounds.by_drafter().keys() == {"mtp", "draft"}
+    assert rounds.accepted_tokens == llm.engine.statistics.new_tokens - rounds.total()
 
 
 @pytest.mark.parametrize("speculation", [HEAD, DRAFTER])

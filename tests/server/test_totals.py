@@ -73,6 +73,8 @@ def test_running_totals_are_the_sums(choices, pieces):
         totals.take(i)
         begun = [r.request.times for r in rows if r.request.times.first_token == r.request.times.first_token]
         found = totals.timings(20.0, 0.5)
+        assert found["draft_n"] == sum(r.counts.draft_tokens for r in rows)
+        assert found["draft_n_accepted"] == sum(r.counts.accepted_tokens for r in rows)
         if begun:
             last = max(20.0 if t.finished != t.finished else t.finished for t in begun)
             assert found["decode_s"] == last - min(t.ready for t in begun)
