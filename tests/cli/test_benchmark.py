@@ -426,6 +426,14 @@ def test_the_interval_holds_the_mean_and_narrows():
     assert cells.SAMPLES >= 1000
 
 
+def test_drafts_are_those_of_all_concurrencies():
+    counts = {1: {"drafted": [4, 4, 0], "accepted": [2, 1, 0]}, 8: {"drafted": [4, 2], "accepted": [4, 0]}}
+    cells = {f"chat | {n} | auto": {"drafters": {"a": each}} for n, each in counts.items()}
+    text = markdown({"about": {"model": "m", "command": "c"}, "cells": cells}, {}, ["auto"])
+    assert "| task | method | drafter | 0 | 1 | 2 |" in text
+    assert "| chat | auto | a | 0.75 | 0.17 |  |" in text
+
+
 def test_an_empty_record_has_a_table():
     assert "| task |" in markdown({"about": {"model": "m", "command": "c"}, "cells": {}}, {}, ["autoregressive", "8"])
 

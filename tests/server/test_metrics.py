@@ -142,6 +142,16 @@ def test_a_clusters_counts_of_drafts_are_the_sums_of_its_engines():
     assert drafts(merged(texts)) == sums
 
 
+def test_each_drafter_has_all_positions_before_it_has_drafted():
+    config = EngineConfig(speculations=speculations_of((4,), (3,)), drafters=("a", "b"))
+    found = drafts(Metrics("mock", AsyncEngine(Engine(MockRunner(1, 64, clock=FakeClock()), config))).text())
+    positions = dict.fromkeys([*(("a", str(i)) for i in range(3)), *(("b", str(i)) for i in range(2))], 0)
+    assert {name: dict(values) for name, values in found.items() if "per_pos" in name} == {
+        "dflash:spec_decode_num_draft_tokens_per_pos": positions,
+        "vllm:spec_decode_num_accepted_tokens_per_pos": positions,
+    }
+
+
 def test_without_a_drafter_no_drafts_are_counted():
     metrics = Metrics("mock", AsyncEngine(Engine(MockRunner(1, 64, clock=FakeClock()), EngineConfig())))
     assert all(not values for values in drafts(metrics.text()).values())
