@@ -90,7 +90,7 @@ class ModelFacts(ModelFiles):
         largest_block: The largest block size; 1 without a drafter.
         dtype: "float32" or "bfloat16".
         drafting_method: As of `LLM.drafting_method`.
-        draft_places: As of `LLM.draft_places`.
+        draft_places: As in `LLM`.
         takes_media: Whether there may be images and videos: the model has a vision tower, and it is loaded.
     """
 

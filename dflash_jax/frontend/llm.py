@@ -82,7 +82,8 @@ class LLM(Generation):
         defaults: The checkpoint's `SamplingDefaults`.
         target: The target model.
         drafters: The drafters.
-        drafter_names: What metrics call them: repo ids, names of directories, "mtp", "bundled", types of objects.
+        draft_places: The largest draft length of each by its name: a repo id, the last part of a path, "mtp",
+            "bundled", or the type of an object.
         dtype: "float32" or "bfloat16".
         block_size: Tokens that a round may yield, or "auto".
         largest_block: The largest block size; 1 without a drafter.
@@ -132,6 +133,8 @@ class LLM(Generation):
             checkpoint = Checkpoint.read(given)
             self.max_len = given.positions(checkpoint.config.max_positions)
             self.largest_block = given.largest_block(max(checkpoint.draft_block_sizes, default=1))
+            lengths = [min(self.largest_block, size) - 1 for size in checkpoint.draft_block_sizes]
+            self.draft_places = {name: n for name, n in zip(checkpoint.draft_names, lengths, strict=True) if n}
         self._given, self._checkpoint = given, checkpoint
         self.config, self.directory = checkpoint.config, checkpoint.directory
         self.defaults, self.tokenizer = checkpoint.defaults, checkpoint.tokenizer
@@ -145,7 +148,6 @@ class LLM(Generation):
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
         self.drafters, self.media, self.encoder, self._is_loaded = (), None, None, False
-        self.drafter_names = checkpoint.draft_names
         self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
 
     def load(self) -> None:
@@ -198,8 +200,9 @@ class LLM(Generation):
             if known is not None and before is not owner:
                 placed.vocabulary = shortlist(known.ids[...], owner, self.dtype)
         other = self.with_programs(Executables(self.target, placed))
-        other.drafters, other.drafter_names = (placed,), (type(drafter).__name__,)
+        other.drafters = (placed,)
         other.largest_block = min(config.block_size, self._given.max_block_size or config.block_size)
+        other.draft_places = {type(drafter).__name__: other.largest_block - 1}
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
         shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(placed))
@@ -250,12 +253,6 @@ class LLM(Generation):
         known = ((Mtp, "NEXTN"), (Drafter, "DFLASH"))
         names = [next((n for kind, n in known if isinstance(d, kind)), type(d).__name__) for d in self.drafters]
         return ",".join(names) or None
-
-    @property
-    def draft_places(self) -> dict[str, int]:
-        """The largest draft length of each drafter, by its name."""
-        lengths = [min(self.largest_block, config_of(drafter).block_size) - 1 for drafter in self.drafters]
-        return {name: n for name, n in zip(self.drafter_names, lengths, strict=True) if n}
 
     @property
     def facts(self) -> ModelFacts:
@@ -355,7 +352,7 @@ class LLM(Generation):
         options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
         config = EngineConfig(
             speculations=policy.speculations,
-            drafters=self.drafter_names,
+            drafters=tuple(self.draft_places),
             max_decode_batch=1 if exact else None,
             prefix_bytes=self.prefix_bytes,
             prefix_host_bytes=self.prefix_host_bytes,
