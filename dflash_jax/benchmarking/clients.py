@@ -151,8 +151,8 @@ class EngineClient:
                 answer.times.append((time.perf_counter() - start, len(event.tokens)))
         answer.seconds = time.perf_counter() - start
         row.raise_failure()
-        answer.text, answer.tokens, answer.rounds = row.completion().text, row.num_tokens, len(row.rounds)
-        for name, rounds in row.counts.by_drafter().items():
+        answer.text, answer.tokens, answer.rounds = row.completion().text, row.num_tokens, len(row.yielded)
+        for name, rounds in row.rounds.by_drafter().items():
             for side, counts in zip(SIDES, rounds.by_place(), strict=True):
                 answer.drafts.update({(name, side, place): count for place, count in enumerate(counts)})
         return answer

@@ -1,8 +1,9 @@
 """Requests to the engine, what they may ask for, and the events that it returns."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import isnan
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import numpy as np
 from dflash_jax.argument_checks import shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.media import PromptMedia
-from dflash_jax.engine.statistics import Round, rounds_of
+from dflash_jax.engine.statistics import Round
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
@@ -299,6 +300,6 @@ class Event:
     drafter: str | None = None
 
     @property
-    def rounds(self) -> list[Round]:
-        """The rounds, with what each yielded of the tokens."""
-        return rounds_of(self.drafter, self.drafted or [0] * len(self.yielded), self.yielded)
+    def rounds(self) -> Iterator[Round]:
+        """The rounds, as `Rounds` counts them."""
+        return zip(repeat(self.drafter), self.drafted or repeat(0), self.yielded, strict=False)

@@ -3,32 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
 
-
-class Round(NamedTuple):
-    """A round of one sequence.
-
-    Attributes:
-        drafter: The name of the drafter; None where the round has no draft.
-        drafted: Drafts that the round verifies.
-        yielded: Tokens that it yields: the accepted drafts and the target's own token.
-    """
-
-    drafter: str | None
-    drafted: int
-    yielded: int
-
-
-# Equal rounds are one object: a long text has thousands.
-_round = cache(Round)
-
-
-def rounds_of(drafter: str | None, drafted: Iterable[int], yielded: Iterable[int]) -> list[Round]:
-    """Rounds of one sequence and drafter, from what each drafted and yielded."""
-    return [_round(drafter if n else None, n, m) for n, m in zip(drafted, yielded, strict=True)]
+# The drafter's name (None where nothing was drafted), the drafts that the round verified, and the tokens that it
+# yielded: the accepted drafts and the target's own.
+Round = tuple[str | None, int, int]
 
 
 class Rounds(Counter[Round]):
@@ -37,17 +16,17 @@ class Rounds(Counter[Round]):
     @property
     def drafts(self) -> int:
         """Rounds that have drafts."""
-        return sum(count for each, count in self.items() if each.drafted)
+        return sum(count for (_, drafted, _), count in self.items() if drafted)
 
     @property
     def draft_tokens(self) -> int:
         """Drafts of all rounds."""
-        return sum(each.drafted * count for each, count in self.items())
+        return sum(drafted * count for (_, drafted, _), count in self.items())
 
     @property
     def tokens(self) -> int:
         """Tokens that all rounds yielded."""
-        return sum(each.yielded * count for each, count in self.items())
+        return sum(yielded * count for (_, _, yielded), count in self.items())
 
     @property
     def accepted_tokens(self) -> int:
@@ -68,13 +47,13 @@ class Rounds(Counter[Round]):
         """The rounds that have drafts, by drafter; ``names``: drafters that may have no rounds."""
         result = {name: Rounds() for name in names}
         for each, count in self.items():
-            if each.drafter is not None:
-                result.setdefault(each.drafter, Rounds())[each] = count
+            if each[0] is not None and each[1]:
+                result.setdefault(each[0], Rounds())[each] = count
         return result
 
     def histogram(self, places: int = 0) -> list[int]:
         """Numbers of rounds by how many of their drafts were accepted: 0 to ``places`` at least."""
-        return self._counted([each.yielded - 1 for each in self], places)
+        return self._counted([yielded - 1 for _, _, yielded in self], places)
 
     def by_place(self, places: int = 0) -> tuple[list[int], list[int]]:
         """Drafts, and those of them that were accepted, by their place in the block.
@@ -82,8 +61,8 @@ class Rounds(Counter[Round]):
         Args:
             places: The least length of both lists.
         """
-        places = max([places, *(max(each.drafted, each.yielded - 1) for each in self)])
-        rounds = self._counted([each.drafted for each in self], places), self.histogram(places)
+        places = max([places, *(max(drafted, yielded - 1) for _, drafted, yielded in self)])
+        rounds = self._counted([drafted for _, drafted, _ in self], places), self.histogram(places)
         # At a place are all rounds that come as far or farther.
         drafted, accepted = ([*accumulate(reversed(counts))][-2::-1] for counts in rounds)
         return drafted, accepted

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dflash_jax.engine.request import Event, Request
-from dflash_jax.engine.statistics import Round, Rounds
+from dflash_jax.engine.statistics import Rounds
 from dflash_jax.engine.token_rules import DraftRecord
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.outputs import Completion, Timings
@@ -96,8 +96,9 @@ class TextSequence:
         has_given_seed: Whether the parameters have a seed.
         is_streamed: Whether there are pieces.
         num_tokens: New tokens so far.
-        rounds: The rounds, in their order.
-        counts: Their numbers.
+        yielded: Tokens that each round yielded.
+        drafted: Drafts that each verified.
+        rounds: The numbers of rounds.
         logprobs: An entry for each new token, as in `Completion`; None where not asked for.
         pieces: Pieces that the consumer has not removed.
         error: What ended the sequence, where that is an error.
@@ -142,8 +143,9 @@ class TextSequence:
         self._hidden = frozenset(() if params.include_stop_str_in_output else stops)
         self.is_streamed = streamed
         self.num_tokens = 0
-        self.rounds: list[Round] = []
-        self.counts = Rounds()
+        self.yielded: list[int] = []
+        self.drafted: list[int] = []
+        self.rounds = Rounds()
         self.logprobs: list[dict] | None = [] if params.wants_logprobs else None
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
@@ -178,8 +180,9 @@ class TextSequence:
     def take(self, event: Event) -> None:
         """Adds an event of the engine."""
         self.num_tokens += len(event.tokens)
-        self.rounds += (rounds := event.rounds)
-        self.counts.update(rounds)
+        self.yielded += event.yielded
+        self.drafted += event.drafted or [0] * len(event.yielded)
+        self.rounds.update(event.rounds)
         self.error = event.error
         if event.logprobs is not None and self.logprobs is not None:
             self.logprobs += event.logprobs
@@ -206,7 +209,7 @@ class TextSequence:
         if self._draft_record is None:
             return None
         # After the drafts that a slot may use, a block is padding.
-        return [self._draft_record.rounds.popleft()[: each.drafted] for each in event.rounds]
+        return [self._draft_record.rounds.popleft()[:drafted] for _, drafted, _ in event.rounds]
 
     def _take_end(self, event: Event) -> None:
         if self.text and event.finish_reason:
@@ -252,5 +255,7 @@ class TextSequence:
         assert r.finish_reason is not None, "the sequence has not ended"
         # The checkpoint's own stop tokens are no reason, as in vLLM.
         is_given = isinstance(self.matched, str) or self.matched in r.params.stop_token_ids
-        reason, lengths = self.matched if is_given else None, [each.yielded for each in self.rounds]
-        return Completion(r.prompt, r.tokens, text, r.finish_reason, lengths, self.logprobs, timings, r.cached, reason)
+        reason = self.matched if is_given else None
+        return Completion(
+            r.prompt, r.tokens, text, r.finish_reason, self.yielded, self.logprobs, timings, r.cached, reason
+        )

@@ -71,7 +71,7 @@ class Totals:
     def rounds(self) -> Rounds:
         """The rounds of all sequences; none where new tokens do not count."""
         for i in self._grown if self._is_new else ():
-            self._rounds.update(now := self._sequences[i].counts.copy())
+            self._rounds.update(now := self._sequences[i].rounds.copy())
             self._rounds.subtract(self._counted.get(i, ()))
             self._counted[i] = now
         self._grown.clear()
@@ -171,7 +171,7 @@ def speculative_decoding(sequence: TextSequence, most: int, is_detailed: bool) -
         most: The largest draft length.
         is_detailed: Whether each round is counted, too.
     """
-    totals = Rounds({each: count for each, count in sequence.counts.items() if each.drafted})
+    totals = Rounds({each: count for each, count in sequence.rounds.items() if each[1]})
     value = {
         "mean_acceptance_length": totals.acceptance_length or 1.0,
         "draft_acceptance_rate": totals.acceptance_rate,
@@ -182,9 +182,9 @@ def speculative_decoding(sequence: TextSequence, most: int, is_detailed: bool) -
         "num_spec_tokens": most,
     }
     if is_detailed:
-        drafting = [each for each in sequence.rounds if each.drafted]
-        value["per_step_accepted"] = [each.yielded - 1 for each in drafting]
-        value["per_step_drafted"] = [each.drafted for each in drafting]
+        drafting = [step for step in zip(sequence.drafted, sequence.yielded, strict=True) if step[0]]
+        value["per_step_accepted"] = [yielded - 1 for _, yielded in drafting]
+        value["per_step_drafted"] = [drafted for drafted, _ in drafting]
     return value
 
 

@@ -100,7 +100,7 @@ class RequestContext:
         """The rounds of all sequences."""
         rounds = Rounds()
         for sequence in self.sequences:
-            rounds.update(sequence.counts)
+            rounds.update(sequence.rounds)
         return rounds
 
     def enter(self) -> None:

@@ -159,7 +159,7 @@ def test_a_servers_grammar_gives_the_plain_text_with_both(llm, rounds, monkeypat
         engine.stop()
     jsonschema_rs.validate(SCHEMA, json.loads(texts[0]))
     assert texts[0] == texts[1]
-    assert max(each.yielded for each in engine.engine.statistics.rounds) > 1, "no draft was accepted"
+    assert max(yielded for _, _, yielded in engine.engine.statistics.rounds) > 1, "no draft was accepted"
 
 
 def modelled_seconds(llm, prompts, costs: dict[Speculation, float]) -> tuple[float, list[list[int]]]:

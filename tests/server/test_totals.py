@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.engine.request import Times
-from dflash_jax.engine.statistics import Round, Rounds
+from dflash_jax.engine.statistics import Rounds
 from dflash_jax.server.answers import Totals, ended_totals
 
 # Yields of blocks of 8.
@@ -18,13 +18,11 @@ PLACES = {"a": 7, "b": 8}
 
 def sequence(prompt: int):
     request = SimpleNamespace(prompt=[1] * prompt, cached=0, times=Times(1.0, 2.0))
-    return SimpleNamespace(request=request, rounds=[], counts=Rounds(), preparation={})
+    return SimpleNamespace(request=request, rounds=Rounds(), preparation={})
 
 
 def grow(row, i: int, rounds: list[tuple[str | None, int]], ends: bool) -> None:
-    new = [Round(drafter, 7 if drafter else 0, n if drafter else 1) for drafter, n in rounds]
-    row.rounds += new
-    row.counts.update(new)
+    row.rounds.update((drafter, 7, n) if drafter else (None, 0, 1) for drafter, n in rounds)
     row.request.cached = i
     if rounds:
         row.request.times = replace(row.request.times, prefilled=3.0 + i, first_token=4.0 + i)
@@ -34,17 +32,16 @@ def grow(row, i: int, rounds: list[tuple[str | None, int]], ends: bool) -> None:
 
 def counted(rows, choices: int) -> dict:
     """By their definitions, of all sequences and all rounds."""
-    rounds = [each for r in rows for each in r.rounds]
-    prompt, tokens = sum(len(r.request.prompt) for r in rows[::choices]), sum(each.yielded for each in rounds)
-    drafted = sum(each.drafted for each in rounds)
-    accepted = sum(each.yielded - 1 for each in rounds)
+    rounds = [each for r in rows for each in r.rounds.elements()]
+    prompt, tokens = sum(len(r.request.prompt) for r in rows[::choices]), sum(yielded for _, _, yielded in rounds)
+    drafts, accepted = sum(drafted for _, drafted, _ in rounds), sum(yielded - 1 for _, _, yielded in rounds)
 
     def of(drafter: str, places: int) -> dict:
-        own = [each for each in rounds if each.drafter == drafter]
+        own = [(drafted, yielded) for name, drafted, yielded in rounds if name == drafter]
         return {
             "rounds": len(own),
-            "drafted_per_pos": {str(i): sum(each.drafted > i for each in own) for i in range(places)},
-            "accepted_per_pos": {str(i): sum(each.yielded - 1 > i for each in own) for i in range(places)},
+            "drafted_per_pos": {str(i): sum(drafted > i for drafted, _ in own) for i in range(places)},
+            "accepted_per_pos": {str(i): sum(yielded - 1 > i for _, yielded in own) for i in range(places)},
         }
 
     return {
@@ -56,8 +53,8 @@ def counted(rows, choices: int) -> dict:
         "completion_tokens_details": {
             "reasoning_tokens": 3,
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-            "draft_rounds": sum(each.drafted > 0 for each in rounds),
+            "rejected_prediction_tokens": drafts - accepted,
+            "draft_rounds": sum(drafted > 0 for _, drafted, _ in rounds),
         },
         "drafters": {drafter: of(drafter, places) for drafter, places in PLACES.items()},
     }
@@ -73,14 +70,14 @@ def test_running_totals_are_the_sums(choices, pieces):
         totals.take(i)
         begun = [r.request.times for r in rows if r.request.times.first_token == r.request.times.first_token]
         found = totals.timings(20.0, 0.5)
-        assert found["draft_n"] == sum(r.counts.draft_tokens for r in rows)
-        assert found["draft_n_accepted"] == sum(r.counts.accepted_tokens for r in rows)
+        assert found["draft_n"] == sum(r.rounds.draft_tokens for r in rows)
+        assert found["draft_n_accepted"] == sum(r.rounds.accepted_tokens for r in rows)
         if begun:
             last = max(20.0 if t.finished != t.finished else t.finished for t in begun)
             assert found["decode_s"] == last - min(t.ready for t in begun)
             assert found["prefill_s"] == begun[0].first_token - begun[0].admitted
             tokens = found["tokens_per_s"] * max(found["decode_s"], 1e-9)
-            assert tokens == pytest.approx(sum(r.counts.tokens for r in rows))
+            assert tokens == pytest.approx(sum(r.rounds.tokens for r in rows))
         else:
             assert found["decode_s"] == 0.0
     # What the prefix cache had of a prompt counts from the first piece of one of its choices.
