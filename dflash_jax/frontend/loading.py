@@ -1,6 +1,7 @@
 """What an `LLM` reads from disk: first everything that can be wrong without the weights, then the weights."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -121,7 +122,7 @@ def _named(drafts: Sequence[Draft]) -> dict[str, Draft]:
             name = type(draft).__name__
         elif Path(name).exists():
             # A path of the machine is not for clients.
-            name = Path(name).resolve().name or name
+            name = Path(os.path.abspath(name)).name or name
         # The bytes of a file's name may be no text.
         name = name.encode(errors="replace").decode()
         unlike = next(each for each in (name, *(f"{name}-{i + 2}" for i in range(len(named)))) if each not in named)

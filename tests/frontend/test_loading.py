@@ -17,6 +17,8 @@ def test_names_of_drafters_differ_and_have_no_paths(tmp_path):
     assert list(named.values()) == drafts
     assert list(named) == ["draft", "draft-2", "?", "mtp", "z-lab/Qwen3-8B-DFlash-b16"]
     assert list(_named([Path(os.curdir)])) == [Path.cwd().name]
+    (tmp_path / "link").symlink_to(one)
+    assert list(_named([tmp_path / "link"])) == ["link"]
 
 
 def test_drafters_that_nobody_names_have_names():
