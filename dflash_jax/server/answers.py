@@ -233,7 +233,7 @@ def stream_totals(
     return {"usage": totals.usage(reasoning_tokens), **timings}
 
 
-def details(body: OpenAiSampling, totals: Totals) -> dict:
+def sglext(body: OpenAiSampling, totals: Totals) -> dict:
     """SGLang's field ``sglext`` of an answer, where the request asks for it."""
     if not body.return_spec_tokens_details:
         return {}
@@ -252,7 +252,7 @@ def end_of_stream(
     last = stream_totals(serving, options, totals, reasoning_tokens, is_last=True)
     if options.include_usage:
         last |= request_metrics(serving, sequences)
-    return last | details(body, totals)
+    return last | sglext(body, totals)
 
 
 def finite(logprob: float) -> float:

@@ -14,12 +14,12 @@ from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import (
     Totals,
     chat_logprobs,
-    details,
     end_of_stream,
     ended_totals,
     prompt_logprobs,
     proposals,
     request_metrics,
+    sglext,
     stop_reasons,
     stream_totals,
 )
@@ -296,7 +296,7 @@ async def full_response(
     value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
     value |= {"prompt_token_ids": None, "prompt_logprobs": None} if is_batch else of_prompt(0)
     value |= request_metrics(serving, sequences[:1] if is_batch else sequences)
-    return JsonAnswer(value | details(body, totals))
+    return JsonAnswer(value | sglext(body, totals))
 
 
 def logprobs_of(serving: Serving, body: chat_schema.ChatRequest, entries: Sequence[dict]) -> dict:

@@ -12,12 +12,12 @@ from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
     Totals,
     completion_logprobs,
-    details,
     end_of_stream,
     ended_totals,
     prompt_logprobs,
     proposals,
     request_metrics,
+    sglext,
     stop_reasons,
     stream_totals,
 )
@@ -215,7 +215,7 @@ async def full_response(
 
     totals = ended_totals(serving, sequences, body.n or 1, body.max_tokens != 0)
     more = {"usage": totals.usage(), "system_fingerprint": None, **request_metrics(serving, sequences)}
-    return JsonAnswer({**head, "choices": written(), **more, **details(body, totals)})
+    return JsonAnswer({**head, "choices": written(), **more, **sglext(body, totals)})
 
 
 async def stream_chunks(

@@ -15,7 +15,7 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
 from dflash_jax.server import prepare
 from dflash_jax.server.answer_schema import Generated
-from dflash_jax.server.answers import Totals, drafters, finite, spec_tokens_details, token_text
+from dflash_jax.server.answers import drafters, finite, spec_tokens_details, token_text
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, dumped
@@ -81,14 +81,12 @@ class RequestedText:
         sequence: Its sequence.
         name: Its id.
         is_new: Whether new tokens are asked for. With max_new_tokens 0, the engine's one token is left out.
-        totals: Its counts.
         thought: Counts the tokens of its reasoning; None where it has none.
     """
 
     sequence: RemoteSequence
     name: str
     is_new: bool
-    totals: Totals
     thought: ThoughtTokens | None = None
 
 
@@ -181,13 +179,7 @@ async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[l
     if body.require_reasoning and serving.llm.tokenizer is not None:
         close = serving.llm.tokenizer.encode_plain(CLOSE)
     return [
-        RequestedText(
-            sequence,
-            name,
-            is_new,
-            Totals([sequence], 1, serving.llm.draft_places, is_new),
-            None if close is None else ThoughtTokens(close),
-        )
+        RequestedText(sequence, name, is_new, None if close is None else ThoughtTokens(close))
         for sequence, name, is_new in zip(prepared, numbered(names), are_new, strict=True)
     ], several
 
@@ -253,8 +245,7 @@ def answer(
         reason["matched"] = sequence.matched
     elif ended == "abort":
         reason["message"] = "ended by /abort_request"
-    requested.totals.take(0)
-    counts = spec_tokens_details(requested.totals.rounds)
+    counts = spec_tokens_details(sequence.rounds)
     meta = {
         "id": requested.name,
         "finish_reason": reason or None,
@@ -268,7 +259,7 @@ def answer(
         "spec_accept_token_num": counts["spec_num_correct_drafts"],
         "spec_draft_token_num": counts["spec_num_proposed_drafts"],
         "spec_accept_histogram": counts["spec_correct_drafts_histogram"],
-        "drafters": drafters(requested.totals.rounds, serving.llm.draft_places),
+        "drafters": drafters(sequence.rounds, serving.llm.draft_places),
         "weight_version": "default",
     }
     if body.return_logprob:
