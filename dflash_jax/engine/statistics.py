@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-# The drafter's name (None where nothing was drafted), the drafts that the round verified, and the tokens that it
-# yielded: the accepted drafts and the target's own.
+# The drafter's name, which says nothing where there are no drafts, the drafts that the round verified, and the tokens
+# that it yielded: the accepted drafts and the target's own.
 Round = tuple[str | None, int, int]
 
 
