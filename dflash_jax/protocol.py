@@ -291,7 +291,8 @@ class Event(Part):
         number: Of the request.
         tokens: New tokens.
         yielded: Tokens that each round yielded.
-        block_size: Tokens that a round could yield.
+        drafted: Drafts that each round verified; empty where none has any.
+        drafter: The name of the drafter.
         finish_reason: With the last event, why the request ended.
         failure: What ended it, in place of a finish_reason or with the finish_reason "error".
         logprobs: As in the engine's `Event`.
@@ -303,7 +304,8 @@ class Event(Part):
     number: int
     tokens: list[int] = []
     yielded: list[int] = []
-    block_size: int = 1
+    drafted: list[int] = []
+    drafter: str | None = None
     finish_reason: str | None = None
     failure: Failure | None = None
     logprobs: list[dict[str, Any]] | None = None

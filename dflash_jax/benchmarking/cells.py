@@ -3,11 +3,12 @@
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dflash_jax.benchmarking.clients import Answer, Asking, Client
+from dflash_jax.benchmarking.clients import SIDES, Answer, Asking, Client, Drafts
 
 SAMPLES = 2000
 
@@ -23,6 +24,13 @@ def interval(tokens: Sequence[int], rounds: Sequence[int], seed: int = 0) -> tup
     samples = np.random.default_rng(seed).integers(len(tokens), size=(SAMPLES, len(tokens)))
     ratios = np.asarray(tokens, float)[samples].sum(1) / np.maximum(np.asarray(rounds, float)[samples].sum(1), 1)
     return float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975))
+
+
+def by_drafter(drafts: Drafts) -> dict[str, dict[str, list]]:
+    """Numbers of drafts as in a cell: drafter → side → number at each place."""
+    names = sorted({name for name, _, _ in drafts})
+    most = {name: 1 + max(place for other, _, place in drafts if other == name) for name in names}
+    return {name: {side: [drafts[name, side, i] for i in range(most[name])] for side in SIDES} for name in names}
 
 
 async def converse(client: Client, turns: Sequence[str], asking: Asking) -> list[Answer]:
@@ -85,8 +93,11 @@ async def measure(
         low, high = interval(counts, rounds)
         cell |= {"acceptance_length": round(sum(counts) / sum(rounds), 3)}
         cell |= {"acceptance_low": round(low, 3), "acceptance_high": round(high, 3)}
-    elif before and after and after[0] > before[0]:
-        cell["acceptance_length"] = round(1 + (after[1] - before[1]) / (after[0] - before[0]), 3)
+        cell["drafters"] = by_drafter(sum((a.drafts for a in answers), Counter()))
+    elif before and after and after.rounds > before.rounds:
+        accepted, rounds = after.accepted - before.accepted, after.rounds - before.rounds
+        cell |= {"acceptance_length": round(1 + accepted / rounds, 3)}
+        cell["drafters"] = by_drafter(after.drafts - before.drafts)
     elif stated := await client.acceptance():
         cell["acceptance_length"] = round(stated, 3)
     return cell

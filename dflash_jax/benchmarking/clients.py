@@ -4,13 +4,18 @@ import json
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
+
+SIDES = ("drafted", "accepted")
+# Numbers of drafts by drafter, one of `SIDES`, and place in the block.
+Drafts = Counter[tuple[str, str, int]]
 
 
 @dataclass
@@ -23,6 +28,7 @@ class Answer:
         rounds: Rounds of decoding; None where the server does not report them.
         seconds: From the question to the end.
         times: (seconds since the question, number of tokens) of each event.
+        drafts: Drafts of the rounds.
     """
 
     text: str = ""
@@ -30,6 +36,7 @@ class Answer:
     rounds: int | None = None
     seconds: float = 0.0
     times: list[tuple[float, int]] = field(default_factory=list)
+    drafts: Drafts = field(default_factory=Counter)
 
     @property
     def first_token_s(self) -> float:
@@ -41,6 +48,20 @@ class Answer:
         """Mean seconds between tokens after the first event; None without such tokens."""
         later = self.tokens - (self.times[0][1] if self.times else self.tokens)
         return (self.seconds - self.first_token_s) / later if later > 0 else None
+
+
+class Counters(NamedTuple):
+    """What a server has counted since its start.
+
+    Attributes:
+        rounds: Rounds with drafts.
+        accepted: Drafts that were accepted.
+        drafts: The drafts; each round counts as one at every place.
+    """
+
+    rounds: float
+    accepted: float
+    drafts: Drafts
 
 
 @dataclass(frozen=True)
@@ -70,8 +91,8 @@ class Client(Protocol):
         """Asks for the answer to a conversation."""
 
     @abstractmethod
-    async def counters(self) -> tuple[float, float] | None:
-        """(Rounds, accepted tokens) since the server's start, for answers without rounds."""
+    async def counters(self) -> Counters | None:
+        """The server's counters, for answers without rounds."""
 
     @abstractmethod
     async def acceptance(self) -> float | None:
@@ -130,12 +151,10 @@ class EngineClient:
                 answer.times.append((time.perf_counter() - start, len(event.tokens)))
         answer.seconds = time.perf_counter() - start
         row.raise_failure()
-        completion = row.completion()
-        answer.text, answer.tokens, answer.rounds = (
-            completion.text,
-            len(completion.token_ids),
-            len(completion.acceptance_lengths),
-        )
+        answer.text, answer.tokens, answer.rounds = row.completion().text, row.num_tokens, len(row.yielded)
+        for name, rounds in row.rounds.by_drafter().items():
+            for side, counts in zip(SIDES, rounds.by_place(), strict=True):
+                answer.drafts.update({(name, side, place): count for place, count in enumerate(counts)})
         return answer
 
     async def counters(self) -> None:
@@ -234,26 +253,41 @@ class HttpClient:
         if "draft_rounds" in details:
             # Every round yields one token that was not drafted.
             answer.rounds = answer.tokens - (details.get("accepted_prediction_tokens") or 0)
+            for name, counts in (usage.get("drafters") or {}).items():
+                for side in SIDES:
+                    places = counts[f"{side}_per_pos"].items()
+                    answer.drafts.update({(name, side, int(place)): count for place, count in places})
         elif self.block_size not in (None, 1):
             raise InputError(f"{self.url} does not say its rounds, so it may know no block_size: give --label")
         return answer
 
-    async def counters(self) -> tuple[float, float] | None:
-        """Reads the counters of vLLM and of our server from /metrics."""
-        try:
-            text = (await self._http.get("/metrics")).text
-        except self._errors:
+    async def counters(self) -> Counters | None:
+        """Reads the counters of vLLM, llama.cpp and our server from /metrics."""
+        samples, names = await self._samples(), ("drafts", "accepted_tokens", "accepted_tokens_per_pos")
+        rounds, accepted, by_place = ([*_named(samples, f"spec_decode_num_{name}")] for name in names)
+        if not rounds or not accepted:
             return None
-        rounds, accepted = (_sum(text, f"spec_decode_num_{name}(?:_total)?") for name in ("drafts", "accepted_tokens"))
-        return None if rounds is None or accepted is None else (rounds, accepted)
+        drafts, count = Counter(), sum(each.value for each in rounds)
+        for each in by_place:
+            place = int(each.labels["position"])
+            drafts["", "accepted", place] += each.value
+            drafts["", "drafted", place] = count
+        return Counters(count, sum(each.value for each in accepted), drafts)
 
     async def acceptance(self) -> float | None:
         """Reads SGLang's gauge, which covers its last rounds, as the mean over ranks."""
-        try:
-            values = _values((await self._http.get("/metrics")).text, "spec_accept_length")
-        except self._errors:
-            return None
+        values = [each.value for each in _named(await self._samples(), "spec_accept_length")]
         return sum(values) / len(values) if values and sum(values) else None
+
+    async def _samples(self) -> list:
+        """The samples of /metrics; none where these cannot be read."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        try:
+            families = [*text_string_to_metric_families((await self._http.get("/metrics")).text)]
+        except (self._errors, ValueError):
+            return []
+        return [sample for family in families for sample in family.samples]
 
     async def forget(self) -> None:
         """Empties the prefix cache by SGLang's or vLLM's endpoint; a server without either keeps it."""
@@ -262,13 +296,9 @@ class HttpClient:
                 await self._http.post(path)
 
 
-def _values(metrics: str, name: str) -> list[float]:
-    return list(map(float, re.findall(rf"^\w+:{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.M)))
-
-
-def _sum(metrics: str, name: str) -> float | None:
-    values = _values(metrics, name)
-    return sum(values) if values else None
+def _named(samples: Sequence, name: str) -> Iterator:
+    """Yields the samples of a metric, whatever its prefix."""
+    return (each for each in samples if each.name.partition(":")[2].removesuffix("_total") == name)
 
 
 def _words(error: Exception) -> str:

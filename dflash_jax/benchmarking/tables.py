@@ -1,5 +1,6 @@
 """Results as Markdown and a plot, with the published figures beside ours."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,8 +106,30 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
                 text += f" ({measured[0]['acceptance_low']:.2f} to {measured[0]['acceptance_high']:.2f})"
             row.append(text)
         lines.append(_line(row + [_shown(column.get(task)) for column in lengths.values()]))
+    lines += by_place(cells)
     failed = [f"- {k}: {c['errors']} failed: {c['first_error']}" for k, c in cells.items() if c.get("errors")]
     return "\n".join([*lines, *(["", *failed] if failed else [])]) + "\n"
+
+
+def by_place(cells: dict) -> list[str]:
+    """A table of the drafts that were accepted, of all concurrencies together; no lines without drafts."""
+    sums: dict[tuple[str, str, str], dict[str, Counter[int]]] = {}
+    for (task, _, method), cell in ((k.split(" | "), c) for k, c in cells.items()):
+        for drafter, sides in cell.get("drafters", {}).items():
+            total = sums.setdefault((task, method, drafter), {side: Counter() for side in sides})
+            for side, counts in sides.items():
+                total[side].update(dict(enumerate(counts)))
+    places = range(max((max(total["drafted"]) for total in sums.values()), default=-1) + 1)
+    if not places:
+        return []
+    head = ["task", "method", "drafter", *map(str, places)]
+    lines = ["", "Share of drafts that were accepted, by position in the draft:", "", _line(head)]
+    lines.append("|---" * len(head) + "|")
+    for names, total in sums.items():
+        drafted, accepted = total["drafted"], total["accepted"]
+        rates = (accepted[i] / drafted[i] if drafted[i] else None for i in places)
+        lines.append(_line([*names, *(_shown(rate, "{:.2f}") for rate in rates)]))
+    return lines
 
 
 def plot(record: dict, methods: Sequence[str], path: Path) -> bool:

@@ -3,7 +3,8 @@
 Against our engine in this process, or with --url against any server that speaks OpenAI's chat completions (its own
 method then goes by --label). Data: JSON lines {"turns": ["…"]}, a file a task, called as the published tables call it
 (humaneval.jsonl, gsm8k.jsonl, …; scripts/data/benchmark_data.py writes them). What OUT.json already has is not measured
-again. Results: OUT.json, OUT.md and, with the extra plot (pip install "dflash-jax[plot]"), OUT.png.
+again. Results: OUT.json, OUT.md (rates, acceptance lengths, acceptance by drafter and position) and, with the extra
+plot (pip install "dflash-jax[plot]"), OUT.png.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from dflash_jax.server import transport, wire
 log = logging.getLogger("dflash_jax.cluster")
 
 # Begins what each end says. The last byte is the version.
-MAGIC = b"dflash\x01\x02"
+MAGIC = b"dflash\x01\x03"
 # Bytes of each end's beginning.
 OPENING = len(MAGIC) + NONCE
 # A reader with this limit takes one piece of a connection at a time: a channel's buffer has room for what it leaves.

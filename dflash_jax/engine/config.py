@@ -134,6 +134,7 @@ class EngineConfig:
 
     Attributes:
         speculations: What rounds are compiled for, as `speculations_of` orders them.
+        drafters: The drafters' names; by default their numbers.
         prefill_sizes: Tokens of a prompt that a prefill program takes, ascending.
         prefill_padding: The largest share of a prefill program that may be padding.
         prefill_batch_tokens: Tokens of a program that takes several prompts of a data shard, at most.
@@ -159,6 +160,7 @@ class EngineConfig:
     """
 
     speculations: tuple[Speculation, ...] = (Speculation(1),)
+    drafters: tuple[str, ...] = ()
     prefill_sizes: tuple[int, ...] = PREFILL_SIZES
     prefill_padding: float = 0.5
     prefill_batch_tokens: int = 0
@@ -181,6 +183,17 @@ class EngineConfig:
     def largest_block(self) -> int:
         """The largest block size; 1 without a drafter."""
         return self.speculations[-1].block_size
+
+    def drafter_name(self, drafter: int) -> str:
+        """The name of a drafter, which `Speculation` numbers."""
+        return self.drafters[drafter] if self.drafters else str(drafter)
+
+    @property
+    def draft_places(self) -> dict[str, int]:
+        """The largest draft length of each drafter, by name."""
+        # Ascending by block size: the last one of a drafter counts.
+        largest = {each.drafter: each.block_size - 1 for each in self.speculations if each.block_size > 1}
+        return {self.drafter_name(i): places for i, places in largest.items() if i is not None}
 
     @property
     def masked_speculations(self) -> tuple[Speculation, ...]:

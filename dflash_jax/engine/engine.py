@@ -71,7 +71,7 @@ class Engine:
         self.pages, self.prefix_cache = self._slots.pages, self._slots.prefix_cache
         self._masking = Masking(self.runner.mask_words, self.runner.aligned, self._fail_one)
         self._results = Results(
-            self.runner, self._scheduler, self._masking, self.prefix_cache, self.statistics, self._end
+            self.runner, self._scheduler, self._masking, self.prefix_cache, self.statistics, self.config, self._end
         )
         self._tickets: deque[StepTicket] = deque()
         # The step that was read last, whose events are not made yet.

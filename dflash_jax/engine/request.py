@@ -1,8 +1,9 @@
 """Requests to the engine, what they may ask for, and the events that it returns."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import isnan
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 from dflash_jax.argument_checks import shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.media import PromptMedia
+from dflash_jax.engine.statistics import Round
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
@@ -284,7 +286,8 @@ class Event:
             logprob_token_ids. Natural logarithms.
         finish_reason: With the last event, why the request ended.
         error: With the finish reason "error", its cause: an InputError where the request itself is at fault.
-        block_size: Tokens that a round could yield.
+        drafted: Drafts that each round verified; empty where none has any.
+        drafter: The name of the drafter.
     """
 
     request: Request
@@ -293,4 +296,10 @@ class Event:
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
     error: Exception | None = None
-    block_size: int = 1
+    drafted: Sequence[int] = ()
+    drafter: str | None = None
+
+    @property
+    def rounds(self) -> Iterator[Round]:
+        """The rounds, as `Rounds` counts them."""
+        return zip(repeat(self.drafter), self.drafted or repeat(0), self.yielded, strict=False)

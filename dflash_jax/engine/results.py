@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import isnan
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
+from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.masking import Masking
 from dflash_jax.engine.model_runner import ModelRunner
@@ -27,6 +28,7 @@ class Results:
         masking: The masks of all requests.
         prefix_cache: Cleared where logits are not finite.
         statistics: Gets the totals.
+        config: Has the drafters' names.
         end: ``end(request, reason, **fields of the event)`` ends a request, and returns its last event.
     """
 
@@ -37,10 +39,11 @@ class Results:
         masking: Masking,
         prefix_cache: PrefixCache,
         statistics: Statistics,
+        config: EngineConfig,
         end: Callable[..., Event],
     ):
         self._runner, self._scheduler, self._masking, self._prefix_cache = runner, scheduler, masking, prefix_cache
-        self._statistics, self._end = statistics, end
+        self._statistics, self._config, self._end = statistics, config, end
 
     def events(self, request: Request, outcome: Outcome, i: int, block_size: int, drafter: int | None) -> list[Event]:
         """The events of the request of slot ``i`` of a dispatch; ``block_size``: its own in its rounds."""
@@ -48,12 +51,15 @@ class Results:
         if not tokens:
             return []
         record = outcome.logprobs[i] if outcome.logprobs and request.params.wants_logprobs else None
+        verified = [block_size] * len(yielded) if outcome.verified is None else outcome.verified[i]
         if tokens[-1] >= 0:
-            return [self._take(request, tokens, yielded, done, record, block_size, drafter)]
+            return [self._take(request, tokens, yielded, done, record, block_size, drafter, verified)]
         # A negative token is a fault. The tokens before it count: a stop string among them ends the text first.
         *tokens, fault = tokens
         yielded = trimmed(yielded, len(tokens))
-        events = [self._take(request, tokens, yielded, False, record, block_size, drafter)] if tokens else []
+        events: list[Event] = []
+        if tokens:
+            events.append(self._take(request, tokens, yielded, False, record, block_size, drafter, verified))
         if request.finish_reason is None:
             events.append(self._end(request, "error", error=self._no_token(request, fault)))
         return events
@@ -67,6 +73,7 @@ class Results:
         record: Logprobs | None,
         block_size: int,
         drafter: int | None,
+        verified: list[int],
     ) -> Event:
         self._scheduler.observe_rounds(request, yielded, block_size, drafter)
         if isnan(request.times.first_token):
@@ -85,16 +92,14 @@ class Results:
         if record is not None:
             entries = logprob_entries(tokens, record, params.logprobs or 0, params.logprob_token_ids)
         request.tokens += tokens
-        s = self._statistics
-        s.new_tokens += len(tokens)
-        s.rounds += len(yielded)
-        s.yielded.update(yielded)
-        if block_size > 1:
-            s.drafts += len(yielded)
-            s.draft_tokens += len(yielded) * (block_size - 1)
-        if reason is None:
-            return Event(request, tokens, yielded, entries, block_size=block_size)
-        return self._end(request, reason, tokens=tokens, yielded=yielded, logprobs=entries, block_size=block_size)
+        fields = {"tokens": tokens, "yielded": yielded, "logprobs": entries}
+        if block_size > 1 and drafter is not None:
+            drafted = [count - 1 for count in verified[: len(yielded)]]
+            fields |= {"drafted": drafted, "drafter": self._config.drafter_name(drafter)}
+        event = Event(request, **fields) if reason is None else self._end(request, reason, **fields)
+        self._statistics.new_tokens += len(tokens)
+        self._statistics.rounds.update(event.rounds)
+        return event
 
     def advance_mask(self, request: Request, tokens: Sequence[int]) -> None:
         """Advances a request's masks, if it has some, by tokens; a negative one is a fault.

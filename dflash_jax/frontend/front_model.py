@@ -90,6 +90,7 @@ class ModelFacts(ModelFiles):
         largest_block: The largest block size; 1 without a drafter.
         dtype: "float32" or "bfloat16".
         drafting_method: As of `LLM.drafting_method`.
+        draft_places: As in `LLM`.
         takes_media: Whether there may be images and videos: the model has a vision tower, and it is loaded.
     """
 
@@ -99,6 +100,7 @@ class ModelFacts(ModelFiles):
     largest_block: int
     dtype: str
     drafting_method: str | None
+    draft_places: dict[str, int]
     takes_media: bool
 
 
@@ -113,5 +115,5 @@ class FrontModel(Prompts):
         self.defaults, self.tokenizer = facts.defaults(), facts.tokenizer()
         self.max_len, self.slots, self.dtype = facts.max_len, facts.slots, facts.dtype
         self.block_size, self.largest_block = facts.block_size, facts.largest_block
-        self.drafting_method = facts.drafting_method
+        self.drafting_method, self.draft_places = facts.drafting_method, facts.draft_places
         self.media = facts.media_reader(self.config, self.tokenizer) if facts.takes_media else None

@@ -1,6 +1,8 @@
 """What an `LLM` reads from disk: first everything that can be wrong without the weights, then the weights."""
 
 import logging
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -63,6 +65,7 @@ class Checkpoint:
         directory: Of the target.
         files: What text and media are read from.
         drafts: Directories of the drafters, that of the target for its MTP head; or drafters from memory.
+        draft_names: The drafters' names.
         config: The target's configuration.
         draft_block_sizes: The drafters' own block sizes.
         draft_vocabularies: Of each drafter, int32 [N], the only token ids that are drafted; None for all.
@@ -73,6 +76,7 @@ class Checkpoint:
     directory: Path
     files: ModelFiles
     drafts: tuple[Path | Drafting, ...]
+    draft_names: tuple[str, ...]
     config: ModelConfig
     draft_block_sizes: tuple[int, ...]
     draft_vocabularies: tuple[np.ndarray | None, ...]
@@ -85,11 +89,13 @@ class Checkpoint:
         directory = TINY / "target"
         if given.target is not None:
             directory = resolve(given.target, given.revision, given.download_dir)
-        config, names = check_target(directory, given.hf_overrides), given.drafts
-        if names == ("auto",) and smollm2.is_smollm2(given.target):
-            names = (smollm2.DRAFTER,)
-        elif names == ("auto",):
-            names = (TINY / "draft",) if given.target is None else _published(given, config)
+        config = check_target(directory, given.hf_overrides)
+        if given.drafts != ("auto",):
+            named = _named(given.drafts)
+        elif smollm2.is_smollm2(given.target):
+            named = {"smollm2": smollm2.DRAFTER}
+        else:
+            named = {"bundled": TINY / "draft"} if given.target is None else _published(given, config)
 
         def found(draft: Draft) -> Path | Drafting:
             if isinstance(draft, Drafting):
@@ -98,21 +104,39 @@ class Checkpoint:
                 return smollm2.DRAFTER
             return directory if draft == "mtp" else resolve(draft, given.draft_revision, given.download_dir)
 
-        drafts = tuple(map(found, names))
+        drafts = tuple(map(found, named.values()))
         if not drafts and given.draft_tokens not in (None, "none", "auto"):
             raise InputError(f"draft tokens {given.draft_tokens}: there is no drafter")
         block_sizes = tuple(_check(draft, config, _overrides(given, draft, directory)).block_size for draft in drafts)
         vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
         files = _files(given, directory)
-        return cls(directory, files, drafts, config, block_sizes, vocabularies, files.defaults(), files.tokenizer())
+        defaults, tokenizer = files.defaults(), files.tokenizer()
+        return cls(directory, files, drafts, tuple(named), config, block_sizes, vocabularies, defaults, tokenizer)
 
 
-def _published(given: LLMConfig, target: ModelConfig) -> tuple[str | Path, ...]:
-    """The published drafter of a target; none where there is none, or it cannot be had or read, which is a warning."""
+def _named(drafts: Sequence[Draft]) -> dict[str, Draft]:
+    """Drafters by different names: repo ids, the last parts of paths, types of objects."""
+    named: dict[str, Draft] = {}
+    for draft in drafts:
+        name = str(draft)
+        if isinstance(draft, Drafting):
+            name = type(draft).__name__
+        elif Path(name).exists():
+            # A path of the machine is not for clients.
+            name = Path(os.path.abspath(name)).name or name
+        # The bytes of a file's name may be no text.
+        name = name.encode(errors="replace").decode()
+        unlike = next(each for each in (name, *(f"{name}-{i + 2}" for i in range(len(named)))) if each not in named)
+        named[unlike] = draft
+    return named
+
+
+def _published(given: LLMConfig, target: ModelConfig) -> dict[str, Draft]:
+    """The published drafter of a target by its name; none where it cannot be had or read, which is a warning."""
     assert given.target is not None
     names = [] if Path(given.target).exists() else published_drafters(given.target)
     if not names or names[0] == "mtp":
-        return tuple(names[:1])
+        return {name: name for name in names[:1]}
     name, *others = names
     try:
         directory = resolve(name, given.draft_revision, given.download_dir)
@@ -122,8 +146,8 @@ def _published(given: LLMConfig, target: ModelConfig) -> tuple[str | Path, ...]:
         log.warning(
             "%s has the drafter %s, which cannot be used, so decoding is plain: %s%s", given.target, name, e, known
         )
-        return ()
-    return (directory,)
+        return {}
+    return {name: directory}
 
 
 def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) -> DraftConfig | MtpConfig | OwnConfig:

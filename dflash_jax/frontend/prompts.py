@@ -90,6 +90,7 @@ class Prompts:
     """Encodes prompts, checks their parameters and makes sequences. The attributes are documented with `LLM`."""
 
     config: ModelConfig
+    draft_places: dict[str, int]
     directory: Path
     tokenizer: Tokenizer | None
     defaults: SamplingDefaults

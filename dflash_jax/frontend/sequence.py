@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dflash_jax.engine.request import Event, Request
+from dflash_jax.engine.statistics import Rounds
 from dflash_jax.engine.token_rules import DraftRecord
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.outputs import Completion, Timings
@@ -96,12 +97,12 @@ class TextSequence:
         is_streamed: Whether there are pieces.
         num_tokens: New tokens so far.
         yielded: Tokens that each round yielded.
+        drafted: Drafts that each verified.
+        rounds: The numbers of rounds.
         logprobs: An entry for each new token, as in `Completion`; None where not asked for.
         pieces: Pieces that the consumer has not removed.
         error: What ended the sequence, where that is an error.
         compile_s: Seconds of compilation that the sequence waited for.
-        drafts: Rounds with drafts.
-        draft_tokens: Tokens drafted in them.
         starts: Where each token begins in the text; only where streamed.
         preparation: Seconds of steps before the request, by name.
     """
@@ -143,11 +144,12 @@ class TextSequence:
         self.is_streamed = streamed
         self.num_tokens = 0
         self.yielded: list[int] = []
+        self.drafted: list[int] = []
+        self.rounds = Rounds()
         self.logprobs: list[dict] | None = [] if params.wants_logprobs else None
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.compile_s = 0.0
-        self.drafts = self.draft_tokens = 0
         self.starts: list[int] = []
         # Characters of the text that pieces have. For each event that is monitored but not yet taken: where the text
         # ended after each token, and where the token begins.
@@ -179,12 +181,11 @@ class TextSequence:
         """Adds an event of the engine."""
         self.num_tokens += len(event.tokens)
         self.yielded += event.yielded
+        self.drafted += event.drafted or [0] * len(event.yielded)
+        self.rounds.update(event.rounds)
         self.error = event.error
         if event.logprobs is not None and self.logprobs is not None:
             self.logprobs += event.logprobs
-        if event.block_size > 1:
-            self.drafts += len(event.yielded)
-            self.draft_tokens += len(event.yielded) * (event.block_size - 1)
         if not self.is_streamed:
             self._take_end(event)
             return
@@ -208,7 +209,7 @@ class TextSequence:
         if self._draft_record is None:
             return None
         # After the drafts that a slot may use, a block is padding.
-        return [self._draft_record.rounds.popleft()[: event.block_size - 1] for _ in event.yielded]
+        return [self._draft_record.rounds.popleft()[:drafted] for _, drafted, _ in event.rounds]
 
     def _take_end(self, event: Event) -> None:
         if self.text and event.finish_reason:

@@ -127,6 +127,9 @@ class ServeOptions(LLMOptions, CommandOptions):
     )
     stream_response_default_include_usage: bool | None = _answers(None, "usage at the end of every stream")
     enable_per_request_metrics: bool | None = _answers(None, "times of a request in its answer, as vLLM's metrics")
+    per_request_spec_decode_metrics: str = _answers(
+        "none", "counts of a request's drafts in its answer, as vLLM's metrics", choices=("none", "summary", "detailed")
+    )
     incremental_streaming_output: bool | None = _answers(
         None, "each event of a streamed /generate has what is new, log-probabilities with it"
     )

@@ -27,6 +27,13 @@ CompletionDetails = _answer(
     rejected_prediction_tokens=int,
     draft_rounds=int,
 )
+DrafterUsage = _answer(
+    "DrafterUsage",
+    "Rounds of a drafter, and its drafts and accepted drafts by their position.",
+    rounds=int,
+    drafted_per_pos=dict[str, int],
+    accepted_per_pos=dict[str, int],
+)
 Usage = _answer(
     "Usage",
     "Token counts of a request.",
@@ -36,6 +43,7 @@ Usage = _answer(
     reasoning_tokens=int,
     prompt_tokens_details=PromptDetails,
     completion_tokens_details=CompletionDetails,
+    drafters=dict[str, DrafterUsage],
 )
 Function = _answer("Function", "A called function; ``arguments`` is JSON.", name=str, arguments=str)
 Custom = _answer("Custom", "A called custom tool.", name=str, input=str)

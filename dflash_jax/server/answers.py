@@ -1,14 +1,15 @@
 """Parts that answers of several endpoints share: usage, times, log-probabilities."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import inf, isfinite, isnan, nan
 
+from dflash_jax.engine.statistics import Rounds
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.protocol import MEDIA_STEPS
 from dflash_jax.server.errors import dumped
-from dflash_jax.server.schema import StreamOptions
+from dflash_jax.server.schema import OpenAiSampling, StreamOptions
 from dflash_jax.server.serving import Serving
 
 # OpenAI's log-probability of an impossible token: JSON has no infinity.
@@ -24,16 +25,19 @@ class Totals:
     Args:
         sequences: All sequences; choices of one prompt are neighbours.
         choices: Sequences of each prompt.
+        draft_places: The largest draft length of each drafter, by name.
         is_new: Whether new tokens count. With max_tokens 0, the engine's one token is left out.
     """
 
-    def __init__(self, sequences: Sequence[TextSequence], choices: int, is_new: bool = True):
+    def __init__(
+        self, sequences: Sequence[TextSequence], choices: int, draft_places: Mapping[str, int], is_new: bool = True
+    ):
         self._sequences, self._choices, self._is_new = sequences, choices, is_new
         self._prompt_tokens = sum(len(r.request.prompt) for r in sequences[::choices])
-        self._cached: dict[int, int] = {}
-        # Of each sequence, as counted so far: tokens, rounds, rounds with drafts, drafted tokens; and their sums.
-        self._counted = [(0, 0, 0, 0)] * len(sequences)
-        self._sums, self._cached_tokens = (0, 0, 0, 0), 0
+        self._draft_places, self._cached = draft_places, dict[int, int]()
+        # Rounds of each sequence that are counted, sequences that may have more, and the sum.
+        self._counted, self._grown, self._rounds = dict[int, Rounds](), set[int](), Rounds()
+        self._cached_tokens = 0
         # The first sequence with a token, and how many have one and have ended; when a prompt was first in the caches,
         # and when a sequence ended last.
         self._first: int | None = None
@@ -51,13 +55,8 @@ class Totals:
     def take(self, i: int) -> None:
         """Counts what the sequence ``i`` has got."""
         self.take_prompt(i)
-        sequence = self._sequences[i]
-        now = (sequence.num_tokens, len(sequence.yielded), sequence.drafts, sequence.draft_tokens)
-        tokens, rounds, drafts, drafted = (
-            total + new - old for total, new, old in zip(self._sums, now, self._counted[i], strict=True)
-        )
-        self._sums, self._counted[i] = (tokens, rounds, drafts, drafted), now
-        times = sequence.request.times
+        self._grown.add(i)
+        times = self._sequences[i].request.times
         if not times.is_submitted or isnan(times.first_token):
             return
         if i not in self._begun:
@@ -68,18 +67,27 @@ class Totals:
             self._ended.add(i)
             self._finished = max(self._finished, times.finished)
 
+    @property
+    def rounds(self) -> Rounds:
+        """The rounds of all sequences; none where new tokens do not count."""
+        for i in self._grown if self._is_new else ():
+            self._rounds.update(now := self._sequences[i].rounds.copy())
+            self._rounds.subtract(self._counted.get(i, ()))
+            self._counted[i] = now
+        self._grown.clear()
+        return self._rounds
+
     def usage(self, reasoning_tokens: int = 0) -> dict:
         """Token counts of the request.
 
         Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is the number of drafted
-        blocks.
+        blocks. The values of a dict are numbers, or dicts that always have the same keys: clients add them up.
 
         Args:
             reasoning_tokens: Tokens of reasoning among the new ones.
         """
-        tokens, rounds, drafts, drafted = self._sums if self._is_new else (0, 0, 0, 0)
-        # Each round has one token that was not drafted.
-        accepted = tokens - rounds
+        rounds = self.rounds
+        tokens, accepted = rounds.tokens, rounds.accepted_tokens
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": tokens,
@@ -90,9 +98,10 @@ class Totals:
             "completion_tokens_details": {
                 "reasoning_tokens": reasoning_tokens,
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-                "draft_rounds": drafts,
+                "rejected_prediction_tokens": rounds.draft_tokens - accepted,
+                "draft_rounds": rounds.drafts,
             },
+            "drafters": drafters(rounds, self._draft_places),
         }
 
     def timings(self, now: float, plain_round_s: float | None = None) -> dict:
@@ -106,39 +115,99 @@ class Totals:
         Returns:
             ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
             second of that time; ``speedup``, that rate over the one of plain rounds, None where these are not measured.
+            ``draft_n`` and ``draft_n_accepted`` are llama.cpp's counts of drafts.
             Before the first token: ``media_fetch_s``, ``media_decode_s`` and ``media_tower_s`` of images and videos,
             and ``queue_s`` and ``prefill_s`` of the first sequence.
         """
-        before = {f"media_{step}_s": self._sequences[0].preparation.get(step, 0.0) for step in MEDIA_STEPS}
+        rounds = self.rounds
+        before = {"draft_n": rounds.draft_tokens, "draft_n_accepted": rounds.accepted_tokens}
+        before |= {f"media_{step}_s": self._sequences[0].preparation.get(step, 0.0) for step in MEDIA_STEPS}
         if self._first is None:
             return {"decode_s": 0.0, "tokens_per_s": 0.0, "speedup": None, **before, "queue_s": 0.0, "prefill_s": 0.0}
         first = self._sequences[self._first].request.times
         before |= {"queue_s": first.admitted - first.submitted, "prefill_s": first.first_token - first.admitted}
         seconds = (self._finished if len(self._ended) == len(self._begun) else now) - self._ready
-        rate = self._sums[0] / max(seconds, 1e-9)
+        rate = rounds.tokens / max(seconds, 1e-9)
         speedup = None if plain_round_s is None else rate * plain_round_s / len(self._begun)
         return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup, **before}
 
 
-def usage(sequences: Sequence[TextSequence], choices: int, reasoning_tokens: int = 0, is_new: bool = True) -> dict:
-    """`Totals.usage` of sequences that have ended."""
-    totals = Totals(sequences, choices, is_new)
+def ended_totals(serving: Serving, sequences: Sequence[TextSequence], choices: int = 1, is_new: bool = True) -> Totals:
+    """`Totals` of sequences that have ended."""
+    totals = Totals(sequences, choices, serving.llm.draft_places, is_new)
     for i in range(len(sequences)):
         totals.take(i)
-    return totals.usage(reasoning_tokens)
+    return totals
+
+
+def drafters(rounds: Rounds, draft_places: Mapping[str, int]) -> dict[str, dict]:
+    """Rounds with drafts, drafts and accepted ones of each drafter; ``draft_places``: as in `Totals`."""
+
+    def one(rounds: Rounds, places: int) -> dict:
+        drafted, accepted = ({str(i): n for i, n in enumerate(counts)} for counts in rounds.by_place(places))
+        return {"rounds": rounds.total(), "drafted_per_pos": drafted, "accepted_per_pos": accepted}
+
+    # In a cluster an engine may have other drafters than the first.
+    return {name: one(of, draft_places.get(name, 0)) for name, of in rounds.by_drafter(draft_places).items()}
+
+
+def spec_tokens_details(rounds: Rounds) -> dict:
+    """SGLang's counts of drafts. Plain rounds count as rounds that accepted none."""
+    return {
+        "spec_accept_rate": rounds.acceptance_rate,
+        "spec_accept_length": rounds.acceptance_length,
+        "spec_num_correct_drafts": rounds.accepted_tokens,
+        "spec_num_proposed_drafts": rounds.draft_tokens,
+        "spec_verify_ct": rounds.total(),
+        "spec_correct_drafts_histogram": rounds.histogram(),
+    }
+
+
+def speculative_decoding(sequence: TextSequence, most: int, is_detailed: bool) -> dict:
+    """The counts of a sequence's drafts in vLLM's shape, without plain rounds.
+
+    Args:
+        sequence: The sequence.
+        most: The largest draft length.
+        is_detailed: Whether each round is counted, too.
+    """
+    totals = Rounds({each: count for each, count in sequence.rounds.items() if each[1]})
+    value = {
+        "mean_acceptance_length": totals.acceptance_length or 1.0,
+        "draft_acceptance_rate": totals.acceptance_rate,
+        "acceptance_histogram": totals.histogram(most),
+        "num_spec_steps": totals.total(),
+        "num_accepted_draft_tokens": totals.accepted_tokens,
+        "num_draft_tokens": totals.draft_tokens,
+        "num_spec_tokens": most,
+    }
+    if is_detailed:
+        drafting = [step for step in zip(sequence.drafted, sequence.yielded, strict=True) if step[0]]
+        value["per_step_accepted"] = [yielded - 1 for _, yielded in drafting]
+        value["per_step_drafted"] = [drafted for drafted, _ in drafting]
+    return value
 
 
 def request_metrics(serving: Serving, sequences: Sequence[TextSequence]) -> dict:
-    """Times of a request with one sequence, in vLLM's shape, in milliseconds, where the server adds them.
+    """What the server adds of a request with one sequence, in vLLM's shape: times in milliseconds, counts of drafts.
 
     The result is {} for several sequences and for one that is not submitted. Unknown times are left out.
     ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the sequence gets a slot, as in
     vLLM. Images and videos have ``media_fetch_time_ms``, ``media_decode_time_ms`` and ``media_tower_time_ms`` before.
     """
-    if not serving.additions.metrics or len(sequences) != 1 or not sequences[0].request.times.is_submitted:
+    added = serving.additions
+    if len(sequences) != 1 or not sequences[0].request.times.is_submitted:
         return {}
-    times = sequences[0].request.times
-    new = len(sequences[0].request.tokens)
+    found = request_times(sequences[0]) if added.metrics else {}
+    if added.drafts != "none" and serving.llm.draft_places:
+        most = max(serving.llm.draft_places.values())
+        found["speculative_decoding"] = speculative_decoding(sequences[0], most, added.drafts == "detailed")
+    return {"metrics": found} if found else {}
+
+
+def request_times(sequence: TextSequence) -> dict:
+    """The times of `request_metrics`."""
+    times, new = sequence.request.times, len(sequence.request.tokens)
     from_slot, decoding = times.finished - times.admitted, times.finished - times.first_token
     values = {
         "time_to_first_token_ms": 1e3 * (times.first_token - times.admitted),
@@ -147,8 +216,8 @@ def request_metrics(serving: Serving, sequences: Sequence[TextSequence]) -> dict
         "mean_itl_ms": 1e3 * decoding / (new - 1) if new > 1 else nan,
         "tokens_per_second": new / from_slot if from_slot > 0 else nan,
     }
-    values |= {f"media_{step}_time_ms": 1e3 * seconds for step, seconds in sequences[0].preparation.items()}
-    return {"metrics": {name: value for name, value in values.items() if not isnan(value)}}
+    values |= {f"media_{step}_time_ms": 1e3 * seconds for step, seconds in sequence.preparation.items()}
+    return {name: value for name, value in values.items() if not isnan(value)}
 
 
 def stream_totals(
@@ -162,6 +231,28 @@ def stream_totals(
     engine = serving.engine
     timings = {"timings": totals.timings(engine.clock, engine.plain_round_s)} if options.include_timings else {}
     return {"usage": totals.usage(reasoning_tokens), **timings}
+
+
+def sglext(body: OpenAiSampling, totals: Totals) -> dict:
+    """SGLang's field ``sglext`` of an answer, where the request asks for it."""
+    if not body.return_spec_tokens_details:
+        return {}
+    return {"sglext": {"spec_tokens_details": spec_tokens_details(totals.rounds)}}
+
+
+def end_of_stream(
+    serving: Serving,
+    body: OpenAiSampling,
+    options: StreamOptions,
+    totals: Totals,
+    sequences: Sequence[TextSequence],
+    reasoning_tokens: int = 0,
+) -> dict:
+    """The fields of a stream's last chunk, which has no choice; {} where there is no such chunk."""
+    last = stream_totals(serving, options, totals, reasoning_tokens, is_last=True)
+    if options.include_usage:
+        last |= request_metrics(serving, sequences)
+    return last | sglext(body, totals)
 
 
 def finite(logprob: float) -> float:

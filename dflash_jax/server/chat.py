@@ -14,12 +14,14 @@ from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import (
     Totals,
     chat_logprobs,
+    end_of_stream,
+    ended_totals,
     prompt_logprobs,
     proposals,
     request_metrics,
+    sglext,
     stop_reasons,
     stream_totals,
-    usage,
 )
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.content import text_of
@@ -287,12 +289,14 @@ async def full_response(
         fields = of_prompt(i).items() if is_batch else ()
         return value | {name: field for name, field in fields if field is not None}
 
-    counted = usage(sequences, 1 if is_batch else len(sequences), sum(parser.reasoning_tokens for parser in parsers))
+    totals = ended_totals(serving, sequences, 1 if is_batch else len(sequences))
+    counted = totals.usage(sum(parser.reasoning_tokens for parser in parsers))
     # Made when they are written.
     choices = map(choice, count(), sequences)
     value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
     value |= {"prompt_token_ids": None, "prompt_logprobs": None} if is_batch else of_prompt(0)
-    return JsonAnswer(value | request_metrics(serving, sequences[:1] if is_batch else sequences))
+    value |= request_metrics(serving, sequences[:1] if is_batch else sequences)
+    return JsonAnswer(value | sglext(body, totals))
 
 
 def logprobs_of(serving: Serving, body: chat_schema.ChatRequest, entries: Sequence[dict]) -> dict:
@@ -368,7 +372,7 @@ async def stream_chunks(
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, started = [talk.parser(body.shown_reasoning) for _ in sequences], []
     inputs = [CustomInputs(talk.customs) for _ in sequences]
-    totals = Totals(sequences, len(sequences))
+    totals = Totals(sequences, len(sequences), serving.llm.draft_places)
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> Frame:
         # SGLang's clients read this field of every delta.
@@ -407,7 +411,6 @@ async def stream_chunks(
                 more |= stop_reasons(sequences[i], serving.llm.defaults.stop_ids)
             yield chunk(i, delta, reason, **more)
             more = {}
-    if stream_options.include_usage:
-        last = stream_totals(serving, stream_options, totals, sum(p.reasoning_tokens for p in parsers), is_last=True)
-        last |= request_metrics(serving, sequences)
+    reasoning_tokens = sum(parser.reasoning_tokens for parser in parsers)
+    if last := end_of_stream(serving, body, stream_options, totals, sequences, reasoning_tokens):
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], **last})

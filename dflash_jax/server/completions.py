@@ -12,12 +12,14 @@ from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
     Totals,
     completion_logprobs,
+    end_of_stream,
+    ended_totals,
     prompt_logprobs,
     proposals,
     request_metrics,
+    sglext,
     stop_reasons,
     stream_totals,
-    usage,
 )
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.engine_client import RemoteSequence
@@ -211,9 +213,9 @@ async def full_response(
             whole = Piece(text, request.tokens, [], [], sequence.starts, sequence.logprobs, request.finish_reason)
             yield NOT_ASKED_FOR | choices.part(i, whole)
 
-    counted = usage(sequences, body.n or 1, is_new=body.max_tokens != 0)
-    more = {"usage": counted, "system_fingerprint": None, **request_metrics(serving, sequences)}
-    return JsonAnswer({**head, "choices": written(), **more})
+    totals = ended_totals(serving, sequences, body.n or 1, body.max_tokens != 0)
+    more = {"usage": totals.usage(), "system_fingerprint": None, **request_metrics(serving, sequences)}
+    return JsonAnswer({**head, "choices": written(), **more, **sglext(body, totals)})
 
 
 async def stream_chunks(
@@ -221,7 +223,8 @@ async def stream_chunks(
 ) -> AsyncGenerator[Frame, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
-    choices, totals = Choices(serving, body, sequences), Totals(sequences, body.n or 1, body.max_tokens != 0)
+    choices = Choices(serving, body, sequences)
+    totals = Totals(sequences, body.n or 1, serving.llm.draft_places, body.max_tokens != 0)
 
     def chunk(i: int, piece: Piece) -> dict:
         return {**head, "choices": [choices.part(i, piece)], **stream_totals(serving, stream_options, totals)}
@@ -233,9 +236,8 @@ async def stream_chunks(
     async for i, piece in serving.merged(sequences):
         totals.take(i)
         yield frame(chunk(i, piece)) if choices.is_small(i) else large_chunk(i, piece)
-    if stream_options.include_usage:
-        last = stream_totals(serving, stream_options, totals, is_last=True)
-        yield frame({**head, "choices": [], **last, **request_metrics(serving, sequences)})
+    if last := end_of_stream(serving, body, stream_options, totals, sequences):
+        yield frame({**head, "choices": [], **last})
 
 
 def wants_logprobs(body: schema.CompletionRequest) -> bool:

@@ -48,7 +48,8 @@ class RemoteSequence(TextSequence):
                 event.logprobs,
                 request.finish_reason,
                 error,
-                event.block_size,
+                event.drafted,
+                event.drafter,
             )
         )
 

@@ -298,7 +298,7 @@ class EngineHost:
     def _figures(self) -> dict[str, Any]:
         """The counters behind /server_info and the measures of load."""
         engine = self.engine.engine
-        s = engine.statistics
+        s, rounds = engine.statistics, engine.statistics.rounds.copy()
         return {
             "running": engine.running,
             "waiting": engine.waiting,
@@ -307,9 +307,9 @@ class EngineHost:
             "usage": engine.usage,
             "positions": engine.positions,
             "requests": dict(s.requests),
-            "rounds": s.rounds,
-            "drafts": s.drafts,
-            "accepted": sum((n - 1) * count for n, count in dict(s.yielded).items()),
+            "rounds": rounds.total(),
+            "drafts": rounds.drafts,
+            "accepted": rounds.accepted_tokens,
             "prompt_tokens": s.prompt_tokens,
             "cached_tokens": s.cached_tokens,
             "dispatches": {f"{rows}x{spec}": count for (rows, spec), count in dict(s.dispatches).items()},
@@ -581,8 +581,8 @@ class FrontConnection:
     @staticmethod
     def _event(number: int, live: _Live, message: Event) -> protocol.Event:
         request, is_first = live.sequence.request, not live.has_begun
-        event = protocol.Event(number, message.tokens, message.yielded, message.block_size, message.finish_reason)
-        event.logprobs = message.logprobs
+        event = protocol.Event(number, message.tokens, message.yielded, list(message.drafted), message.drafter)
+        event.finish_reason, event.logprobs = message.finish_reason, message.logprobs
         event.proposals = live.sequence.proposals(message)
         if message.error is not None:
             event.failure = protocol.failure_of(message.error)

@@ -52,6 +52,7 @@ class Additions:
     Attributes:
         stream_usage: Where a stream has its usage, beside what the request asks for: in a chunk at its end, or in each.
         metrics: Whether answers of one sequence have its times, as `answers.request_metrics`.
+        drafts: Whether they have counts of its drafts, "detailed" those of each round, too.
         tokens_as_ids: Whether log-probabilities name tokens "token_id:N" where the request does not choose.
         incremental: Whether each event of /generate has what is new in place of all text and tokens so far.
         request_ids: Whether every answer has the header X-Request-Id, with a fresh id where the request has none.
@@ -59,6 +60,7 @@ class Additions:
 
     stream_usage: Literal["as asked", "at the end", "always"] = "as asked"
     metrics: bool = False
+    drafts: Literal["none", "summary", "detailed"] = "none"
     tokens_as_ids: bool = False
     incremental: bool = False
     request_ids: bool = False
@@ -70,6 +72,7 @@ class Additions:
         return cls(
             "always" if args.enable_force_include_usage else at_the_end,
             bool(args.enable_per_request_metrics),
+            args.per_request_spec_decode_metrics,
             bool(args.return_tokens_as_token_ids),
             bool(args.incremental_streaming_output),
             bool(args.enable_request_id_headers),

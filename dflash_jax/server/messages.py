@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from dflash_jax.json_text import loaded
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
-from dflash_jax.server.answers import usage
+from dflash_jax.server.answers import ended_totals
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat, tools_in_use
 from dflash_jax.server.conversation import Conversation, GrowingItems, converse
@@ -118,11 +118,12 @@ async def message_events(
         if piece.finish_reason:
             for event in content.take(parser.finish(sequence)) + content.close():
                 yield event
-    counted = usage([sequence], 1)["completion_tokens"]
-    totals = usage_fields(sequence, counted, parser.reasoning_tokens)
+    counted = ended_totals(serving, [sequence]).usage()
+    tokens = counted["completion_tokens"]
+    totals = usage_fields(sequence, tokens, parser.reasoning_tokens) | {"drafters": counted["drafters"]}
     matched = sequence.matched if isinstance(sequence.matched, str) else None
     reason = "stop_sequence" if matched is not None else REASONS.get(parser.reason(sequence) or "", "end_turn")
-    if reason == "max_tokens" and len(sequence.request.prompt) + counted == serving.capacity:
+    if reason == "max_tokens" and len(sequence.request.prompt) + tokens == serving.capacity:
         reason = FULL
     stop = {"stop_reason": reason, "stop_sequence": matched}
     message |= {"content": content.items, **stop, "usage": totals}

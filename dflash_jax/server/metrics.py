@@ -49,6 +49,16 @@ PREFIX_TIERS = (
     (CounterMetricFamily, "misses", "misses", "Requests whose prefix was not, or not all of it, there."),
     (CounterMetricFamily, "evictions", "evictions", "Parts of prefixes that left for lack of room."),
 )
+# Totals of each drafter: attributes of `Rounds`, and what its `by_place` gives, at each place.
+DRAFTS = {
+    "drafts": "Rounds with drafts.",
+    "draft_tokens": "Drafted tokens.",
+    "accepted_tokens": "Drafted tokens that were accepted.",
+}
+DRAFTS_BY_PLACE = {
+    "dflash:spec_decode_num_draft_tokens_per_pos": "Drafted tokens, by place in the draft.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "Accepted, by place in the draft.",
+}
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
 
 
@@ -137,7 +147,6 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's totals; the registry calls it."""
         engine, s = self._engine.engine, self._engine.engine.statistics
-        yielded = dict(s.yielded)
 
         def counters(name: str, text: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
             """Counters by the values of further labels."""
@@ -175,17 +184,15 @@ class Metrics:
         yield counter("prefix_cache_queries", "Prompt tokens looked up.", s.prompt_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens that were known.", s.cached_tokens)
         yield from self._prefix_tiers()
-        yield counter("spec_decode_num_drafts", "Rounds with drafts.", s.drafts)
-        yield counter("spec_decode_num_draft_tokens", "Drafted tokens.", s.draft_tokens)
-        total = sum((n - 1) * count for n, count in yielded.items())
-        yield counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", total)
-        by_place = {
-            (place,): sum(count for n, count in yielded.items() if n - 1 > place)
-            for place in range(engine.config.largest_block - 1)
-        }
-        yield counters(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft.", by_place, ["position"]
-        )
+        draft_places = engine.config.draft_places
+        rounds = s.rounds.copy().by_drafter(draft_places)
+        for total, text in DRAFTS.items():
+            values = {(name,): getattr(each, total) for name, each in rounds.items()}
+            yield counters(f"vllm:spec_decode_num_{total}", text, values, ["drafter"])
+        by_place = {name: each.by_place(draft_places[name]) for name, each in rounds.items()}
+        for place, (name, text) in enumerate(DRAFTS_BY_PLACE.items()):
+            values = {(d, i): count for d, counts in by_place.items() for i, count in enumerate(counts[place])}
+            yield counters(name, text, values, ["drafter", "position"])
         ended = {(reason,): s.requests[reason] for reason in ("stop", "length", "abort", "error")}
         yield counters("vllm:request_success", "Requests by how they ended.", ended, ["finished_reason"])
         yield counters(
@@ -234,22 +241,24 @@ class Metrics:
         if (seconds := engine.runner.clock - self._measured) >= THROUGHPUT_S:
             self._throughput = (s.new_tokens - self._measured_tokens) / seconds
             self._measured, self._measured_tokens = engine.runner.clock, s.new_tokens
-        yielded, full = dict(s.yielded), engine.pages.pools[0]
-        in_rounds, places = (
-            sum(n * count for n, count in yielded.items()),
-            engine.pages.size * full.count * len(full.live),
-        )
+        rounds, full = s.rounds.copy(), engine.pages.pools[0]
+        places = engine.pages.size * full.count * len(full.live)
         gauges = {
             "gen_throughput": ("New tokens in a second.", self._throughput),
             "cache_hit_rate": ("Prompt tokens that were known, 1 for all.", s.cached_tokens / max(s.prompt_tokens, 1)),
-            "spec_accept_length": ("New tokens of a round.", in_rounds / max(sum(yielded.values()), 1)),
+            "spec_accept_length": ("New tokens of a round.", rounds.acceptance_length),
+            "spec_accept_rate": ("Drafts that were accepted, 1 for all.", rounds.acceptance_rate),
             "max_total_num_tokens": ("Tokens for which there are pages.", places),
             "num_used_tokens": ("Tokens of the pages that requests use.", round(engine.usage * places)),
         }
         for name, (text, value) in gauges.items():
             yield self._family(GaugeMetricFamily(f"sglang:{name}", text, labels=LABELS), {(): value})
-        ended = CounterMetricFamily("sglang:num_requests", "Requests that have ended.", labels=LABELS)
-        yield self._family(ended, {(): sum(s.requests.values())})
+        counters = {
+            "num_requests": ("Requests that have ended.", sum(s.requests.values())),
+            "spec_verify_calls": ("Rounds.", rounds.total()),
+        }
+        for name, (text, value) in counters.items():
+            yield self._family(CounterMetricFamily(f"sglang:{name}", text, labels=LABELS), {(): value})
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -15,7 +15,7 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import CLOSE
 from dflash_jax.server import prepare
 from dflash_jax.server.answer_schema import Generated
-from dflash_jax.server.answers import finite, token_text
+from dflash_jax.server.answers import drafters, finite, spec_tokens_details, token_text
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.engine_client import RemoteSequence
 from dflash_jax.server.errors import ApiError, dumped
@@ -245,19 +245,21 @@ def answer(
         reason["matched"] = sequence.matched
     elif ended == "abort":
         reason["message"] = "ended by /abort_request"
-    tokens, rounds = sequence.num_tokens, len(sequence.yielded)
+    counts = spec_tokens_details(sequence.rounds)
     meta = {
         "id": requested.name,
         "finish_reason": reason or None,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": tokens if requested.is_new else 0,
+        "completion_tokens": sequence.num_tokens if requested.is_new else 0,
         "reasoning_tokens": requested.thought.count if requested.thought and requested.is_new else 0,
         "cached_tokens": request.cached,
         "e2e_latency": time.perf_counter() - began,
-        "spec_verify_ct": rounds,
-        "spec_accept_length": tokens / rounds if rounds else 0.0,
-        "spec_accept_token_num": tokens - rounds,
-        "spec_draft_token_num": sequence.draft_tokens,
+        **counts,
+        # Older names of SGLang's.
+        "spec_accept_token_num": counts["spec_num_correct_drafts"],
+        "spec_draft_token_num": counts["spec_num_proposed_drafts"],
+        "spec_accept_histogram": counts["spec_correct_drafts_histogram"],
+        "drafters": drafters(sequence.rounds, serving.llm.draft_places),
         "weight_version": "default",
     }
     if body.return_logprob:

@@ -51,9 +51,13 @@ class RequestLog:
         tokens = sum(len(sequence.request.tokens) for sequence in context.sequences)
         reasons = ", ".join(sorted({sequence.request.finish_reason or "aborted" for sequence in context.sequences}))
         seconds = time.time() - context.began
-        line = "request %s: status %d, %d sequences, %d new tokens, %s, %.3f s"
+        accepted = [
+            f", {rounds.accepted_tokens} of {rounds.draft_tokens} drafts of {_plain(name)} accepted"
+            for name, rounds in context.rounds.by_drafter().items()
+        ]
+        line = "request %s: status %d, %d sequences, %d new tokens, %s, %.3f s%s"
         values = (_plain(context.answer_id), context.status, len(context.sequences), tokens, reasons, seconds)
-        log.info(line, *values)
+        log.info(line, *values, "".join(accepted))
 
 
 def _is_given(value) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from dflash_jax.engine.statistics import Rounds
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.errors import ApiError, ClientGoneError
 
@@ -93,6 +94,14 @@ class RequestContext:
     def created(self) -> int:
         """When it began, in whole seconds since the epoch."""
         return int(self.began)
+
+    @property
+    def rounds(self) -> Rounds:
+        """The rounds of all sequences."""
+        rounds = Rounds()
+        for sequence in self.sequences:
+            rounds.update(sequence.rounds)
+        return rounds
 
     def enter(self) -> None:
         """Makes this the current request."""

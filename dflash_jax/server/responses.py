@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from dflash_jax.server.answer_schema import CompactedResponse, Response, ResponseInputTokens
-from dflash_jax.server.answers import chat_logprobs, request_metrics, usage
+from dflash_jax.server.answers import chat_logprobs, ended_totals, request_metrics
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat, tools_in_use
 from dflash_jax.server.chat_schema import ChatRequest
@@ -350,7 +350,7 @@ async def response_events(
                 if piece.finish_reason:
                     for event in output.take(parser.finish(sequence)):
                         yield event
-            response = final_value(value, output, sequence, parser.reasoning_tokens)
+            response = final_value(serving, value, output, sequence, parser.reasoning_tokens)
             response |= request_metrics(serving, [sequence])
             for event in output.close(response["status"]):
                 yield event
@@ -562,11 +562,13 @@ def envelope(body: ResponsesRequest, name: str, response_id: str, created: int, 
     }
 
 
-def final_value(value: dict, output: OutputItems, sequence: RemoteSequence, reasoning_tokens: int) -> dict:
+def final_value(
+    serving: Serving, value: dict, output: OutputItems, sequence: RemoteSequence, reasoning_tokens: int
+) -> dict:
     """The response of a finished sequence."""
     reason = sequence.request.finish_reason
     is_complete = reason == "stop" or (reason == "length" and output.may_be_cut)
-    tokens = usage([sequence], 1)
+    tokens = ended_totals(serving, [sequence]).usage(reasoning_tokens)
     return {
         **value,
         "status": "completed" if is_complete else "incomplete",
@@ -578,7 +580,8 @@ def final_value(value: dict, output: OutputItems, sequence: RemoteSequence, reas
             "input_tokens": tokens["prompt_tokens"],
             "input_tokens_details": tokens["prompt_tokens_details"],
             "output_tokens": tokens["completion_tokens"],
-            "output_tokens_details": tokens["completion_tokens_details"] | {"reasoning_tokens": reasoning_tokens},
+            "output_tokens_details": tokens["completion_tokens_details"],
             "total_tokens": tokens["total_tokens"],
+            "drafters": tokens["drafters"],
         },
     }

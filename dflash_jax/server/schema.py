@@ -76,7 +76,7 @@ class OpenAiSampling(SharedFields):
 
     ``return_drafts`` marks which parts of each piece of text were drafted. ``return_proposals``, for streams, adds what
     each round drafted and how much of it was accepted; each round is then a dispatch of its own, and the text is the
-    same.
+    same. ``return_spec_tokens_details`` adds SGLang's counts of drafts.
     """
 
     n: int | None = Field(None, ge=1)
@@ -93,6 +93,7 @@ class OpenAiSampling(SharedFields):
     rid: RequestId | None = None
     return_drafts: bool = False
     return_proposals: bool = False
+    return_spec_tokens_details: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
     logprob_token_ids: NamedTokens | None = None

@@ -70,8 +70,8 @@ class Tracer:
         self._provider.force_flush(FLUSH_MS)
 
 
-def attributes(context: RequestContext) -> dict[str, str | int | float]:
-    """Attributes of a span under vLLM's names.
+def attributes(context: RequestContext) -> dict[str, str | int | float | list[int]]:
+    """Attributes of a span under vLLM's names, and each drafter's drafts and accepted ones by their place in the block.
 
     Counts are sums over the request's sequences; times are those of its slowest sequence, in seconds.
     """
@@ -90,6 +90,9 @@ def attributes(context: RequestContext) -> dict[str, str | int | float]:
         "gen_ai.usage.prompt_tokens": prompts,
         "gen_ai.usage.completion_tokens": sum(len(r.tokens) for r in requests),
     }
+    for name, rounds in context.rounds.by_drafter().items():
+        drafted, accepted = rounds.by_place()
+        values |= {f"dflash.drafted_per_pos.{name}": drafted, f"dflash.accepted_per_pos.{name}": accepted}
 
     def slowest(name: str, later: str, earlier: str) -> None:
         spans = [getattr(r.times, later) - getattr(r.times, earlier) for r in requests]

@@ -55,6 +55,15 @@ def test_a_table_in_process(data, tmp_path, capsys, monkeypatch):
     assert plain["tokens"] == wide["tokens"] <= 4 * 12
     assert plain["acceptance_length"] == 1.0 < wide["acceptance_length"]
     assert wide["acceptance_low"] <= wide["acceptance_length"] <= wide["acceptance_high"]
+    assert plain["drafters"] == {}
+    drafted, accepted = (wide["drafters"]["bundled"][side] for side in ("drafted", "accepted"))
+    assert drafted[0] == round(wide["tokens"] / wide["acceptance_length"])
+    # Each round has one token that was not drafted.
+    assert sum(accepted) == wide["tokens"] - drafted[0]
+    rows = [line for line in said.splitlines() if line.startswith("| HumanEval | 8 | bundled |")]
+    both = [record["cells"][f"HumanEval | {n} | 8"]["drafters"]["bundled"] for n in (1, 2)]
+    rates = [sum(each["accepted"][i] for each in both) / sum(each["drafted"][i] for each in both) for i in range(7)]
+    assert [line.split(" | ")[3:] for line in rows] == [[f"{rate:.2f}" for rate in rates[:-1]] + [f"{rates[-1]:.2f} |"]]
     assert said == out.with_name(out.name + ".md").read_text()
     # The card has HumanEval at 1: 238 and, 16 wide, 603 tokens/s; at width 8 its acceptance length is 5.09.
     assert "| 238 |" in said
@@ -127,6 +136,8 @@ class Server(BaseHTTPRequestHandler):
         rounds, accepted = self.state.setdefault("counters", [10, 30])
         text = f'vllm:spec_decode_num_drafts_total{{e="0"}} {rounds}\n'
         text += f"vllm:spec_decode_num_accepted_tokens_total {accepted}\n"
+        for place, count in enumerate((rounds, accepted - rounds)):
+            text += f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{e="}}",position="{place}"}} {count}\n'
         text = self.state.get("metrics", text)
         self.reply(json.dumps({"data": [{"id": "m"}]}) if self.path == "/v1/models" else text)
 
@@ -190,6 +201,8 @@ def test_another_server_is_measured_by_its_own_counters(server, data, tmp_path, 
     assert "published mtp 8" in text
     found = cell(out)
     assert (found["tokens"], found["acceptance_length"]) == (8, 3.0)
+    assert found["drafters"] == {"": {"drafted": [4, 4], "accepted": [4, 4]}}
+    assert "| HumanEval | theirs |  | 1.00 | 1.00 |" in text
     assert all("block_size" not in body and body["stream"] for body in state["asked"])
     second = next(body for body in state["asked"] if len(body["messages"]) == 3)
     assert [m["content"] for m in second["messages"]] == ["def f(a):", "x", "and now shorter"]
@@ -199,10 +212,14 @@ def test_another_server_is_measured_by_its_own_counters(server, data, tmp_path, 
 def test_our_server_says_its_rounds(server, data, tmp_path):
     url, state = server
     state["usage"] = {"completion_tokens_details": {"draft_rounds": 1, "accepted_prediction_tokens": 1}}
+    counts = {"rounds": 1, "drafted_per_pos": {"0": 1, "1": 1}, "accepted_per_pos": {"0": 1, "1": 0}}
+    state["usage"]["drafters"] = {"a|b": counts}
     out = tmp_path / "ours"
     argv = ["--data", str(data), "--out", str(out), "--url", url, "--methods", "8", "--concurrency", "2"]
     assert main(argv) == 0
     assert cell(out)["acceptance_length"] == 2.0
+    assert cell(out)["drafters"] == {"a|b": {"drafted": [4, 4], "accepted": [4, 0]}}
+    assert "| HumanEval | 8 | a\\|b | 1.00 | 0.00 |" in (tmp_path / "ours.md").read_text()
     assert {body["block_size"] for body in state["asked"]} == {8}
 
 
@@ -407,6 +424,14 @@ def test_the_interval_holds_the_mean_and_narrows():
         assert high > 3.0 * 0.99
     assert many[1] - many[0] < 0.4 * (few[1] - few[0])
     assert cells.SAMPLES >= 1000
+
+
+def test_drafts_are_those_of_all_concurrencies():
+    counts = {1: {"drafted": [4, 4, 0], "accepted": [2, 1, 0]}, 8: {"drafted": [4, 2], "accepted": [4, 0]}}
+    cells = {f"chat | {n} | auto": {"drafters": {"a": each}} for n, each in counts.items()}
+    text = markdown({"about": {"model": "m", "command": "c"}, "cells": cells}, {}, ["auto"])
+    assert "| task | method | drafter | 0 | 1 | 2 |" in text
+    assert "| chat | auto | a | 0.75 | 0.17 |  |" in text
 
 
 def test_an_empty_record_has_a_table():

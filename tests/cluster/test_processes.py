@@ -5,12 +5,14 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from contextlib import contextmanager
 
 import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_jax.cluster import ingress as ingress_module
 from dflash_jax.cluster.ingress import IngressServer
@@ -145,6 +147,29 @@ def test_a_stream_outlives_its_engine_and_everything_else_is_answered_for_all_en
     ingress.join(name, *engines[name].address)
     assert wait_until(lambda: "\ndflash:replicas 2\n" in httpx.get(f"{url}/metrics", timeout=600).text)
     assert tokens_of(url) == whole
+
+
+def accepted_by_place(url: str) -> Counter:
+    """Accepted drafts by position, of all engines."""
+    counts = Counter()
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=600).text):
+        if family.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            assert {sample.labels["drafter"] for sample in family.samples} == {"bundled"}
+            for sample in family.samples:
+                counts[sample.labels["position"]] += sample.value
+    return counts
+
+
+def test_drafts_of_answers_sum_up_to_those_of_all_engines(cluster):
+    url, before, found = cluster[0].url, accepted_by_place(cluster[0].url), Counter()
+    for seed in range(4):
+        body = BODY | {"stream": False, "max_tokens": 40, "seed": seed, "n": 2, "block_size": 8}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600).json()
+        counts = answer["usage"]["drafters"]["bundled"]
+        found.update(counts["accepted_per_pos"])
+        assert sum(counts["drafted_per_pos"].values()) == 7 * counts["rounds"]
+    assert accepted_by_place(url) - before == +found
+    assert found.total() > 0
 
 
 def test_stored_responses_are_those_of_all_fronts(cluster):

@@ -83,6 +83,10 @@ def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts
     completions = llm.generate(prompts, PARAMS[0.0], "auto")
     check_texts(llm, prompts, completions, plain[0.0], 0.0)
     assert llm.drafting_method == "NEXTN,DFLASH"
+    assert llm.draft_places == llm.engine.config.draft_places == {"mtp": 3, "draft": 3}
+    rounds = llm.engine.statistics.rounds
+    assert rounds.by_drafter().keys() == {"mtp", "draft"}
+    assert rounds.accepted_tokens == llm.engine.statistics.new_tokens - rounds.total()
 
 
 @pytest.mark.parametrize("temperature", PARAMS)
@@ -169,8 +173,8 @@ def test_masked_texts_are_plain_decodings_and_drafters_of_one_block_size_share_p
         texts.append([request.tokens for request in requests])
     assert texts[0] == texts[1]
     assert texts[0] != plain[0.0][:4]
-    yielded = engine.statistics.yielded
-    assert yielded[3] + yielded[4] > 10, "drafts were not accepted"
+    rounds_by_accepted = engine.statistics.rounds.histogram(3)
+    assert sum(rounds_by_accepted[2:4]) > 10, "drafts were not accepted"
     compiled = Counter(key[0] for key in llm.programs.compiled)
     # Of plain rounds and of those of 4 tokens.
     assert (compiled["propose"], compiled["verify"], compiled["finish"]) == (3, 2, 2)
@@ -199,7 +203,7 @@ def test_a_servers_grammar_gives_the_plain_text_with_both(llm, rounds, monkeypat
         engine.stop()
     jsonschema_rs.validate(SCHEMA, json.loads(texts[0]))
     assert texts[0] == texts[1]
-    assert max(engine.engine.statistics.yielded) > 1, "no draft was accepted"
+    assert max(yielded for _, _, yielded in engine.engine.statistics.rounds) > 1, "no draft was accepted"
 
 
 def modelled_seconds(llm, prompts, costs: dict[Speculation, float]) -> tuple[float, list[list[int]]]:

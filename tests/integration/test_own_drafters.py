@@ -90,7 +90,9 @@ def test_a_server_of_that_llm_answers_with_the_plain_text(llm):
         (plain,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=24), 1)
         answer = running.post("/v1/completions", prompt=PROMPTS[0], temperature=0, max_tokens=24, block_size=BLOCK)
         assert answer.json()["choices"][0]["text"] == plain.text
-        assert sum(engine.engine.statistics.yielded) > 0
+        (drafter,) = answer.json()["usage"]["drafters"].items()
+        assert drafter[0] == "Nonsense"
+        assert drafter[1]["rounds"] == engine.engine.statistics.rounds.drafts > 12
     finally:
         running.stop()
         engine.stop()
@@ -109,6 +111,7 @@ def test_with_drafter_takes_any_and_compiles_for_a_kind_once(llm):
         assert {tuple(each.generate(PROMPTS[:1], params, BLOCK)[0].token_ids) for each in others} == {tuple(plain)}
         assert others[0].programs.compiled is others[1].programs.compiled
         assert others[0].largest_block == BLOCK
+        assert list(others[0].engine.config.draft_places) == [type(drafter).__name__]
     assert others[0].generate(PROMPTS[:1], params, BLOCK)[0].mean_acceptance_length > 1.2
 
 

@@ -157,6 +157,8 @@ ADDED = [
     (["--enable-force-include-usage"], Additions(stream_usage="always")),
     (["--stream-response-default-include-usage"], Additions(stream_usage="at the end")),
     (["--enable-per-request-metrics", "--no-enable-force-include-usage"], Additions(metrics=True)),
+    (["--per-request-spec-decode-metrics", "detailed"], Additions(drafts="detailed")),
+    (["--per-request-spec-decode-metrics", "none"], Additions()),
     (["--enable-request-id-headers"], Additions(request_ids=True)),
     (["--return-tokens-as-token-ids"], Additions(tokens_as_ids=True)),
 ]

@@ -35,7 +35,7 @@ def adding(server):
 
 
 def streamed(server, path, **body) -> list[dict]:
-    found = server.post(path, **BODIES[path], stream=True, **body)
+    found = server.post(path, **BODIES[path] | {"stream": True} | body)
     assert found.status_code == 200, found.text
     lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
@@ -82,6 +82,57 @@ def test_metrics_of_a_request(adding, path):
 def test_metrics_of_a_response(adding):
     found = adding(metrics=True).post("/v1/responses", input="hi", max_output_tokens=6).json()
     assert {"queue_time_ms", "tokens_per_second"} <= set(found["metrics"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("level", ["summary", "detailed"])
+def test_counts_of_a_requests_drafts(adding, path, level):
+    server, body = adding(drafts=level), BODIES[path] | {"max_tokens": 60, "block_size": 8}
+    answer = server.post(path, **body).json()
+    chunks = streamed(server, path, **body, stream_options={"include_usage": True})
+    assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    found = answer["metrics"]["speculative_decoding"]
+    assert chunks[-1]["metrics"]["speculative_decoding"] == found
+    details = answer["usage"]["completion_tokens_details"]
+    accepted, rounds = details["accepted_prediction_tokens"], details["draft_rounds"]
+    histogram = found["acceptance_histogram"]
+    assert (len(histogram), sum(histogram)) == (16, rounds)
+    assert sum(i * count for i, count in enumerate(histogram)) == accepted
+    assert found | {"acceptance_histogram": 0, "per_step_accepted": 0, "per_step_drafted": 0} == {
+        "mean_acceptance_length": pytest.approx(1 + accepted / rounds),
+        "draft_acceptance_rate": accepted / (7 * rounds),
+        "acceptance_histogram": 0,
+        "num_spec_steps": rounds,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": 7 * rounds,
+        "num_spec_tokens": 15,
+        "per_step_accepted": 0,
+        "per_step_drafted": 0,
+    }
+    assert ("per_step_accepted" in found) == (level == "detailed")
+    if level == "detailed":
+        steps = found["per_step_accepted"]
+        assert [steps.count(n) for n in range(16)] == histogram
+        assert found["per_step_drafted"] == [7] * rounds
+    # Several sequences have no rounds in common, and plain rounds are no steps.
+    assert "metrics" not in server.post(path, **body, n=2).json()
+    plain = server.post(path, **body | {"block_size": 1}).json()["metrics"]["speculative_decoding"]
+    assert (plain["num_spec_steps"], plain["acceptance_histogram"]) == (0, [0] * 16)
+    assert (plain["mean_acceptance_length"], plain["draft_acceptance_rate"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_sglangs_counts_of_drafts_where_a_request_asks_for_them(server, path):
+    body = BODIES[path] | {"max_tokens": 60, "block_size": 8, "return_spec_tokens_details": True, "n": 2}
+    answer = server.post(path, **body).json()
+    found, usage = answer["sglext"]["spec_tokens_details"], answer["usage"]
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert (found["spec_num_correct_drafts"], found["spec_verify_ct"]) == (accepted, 120 - accepted)
+    assert sum(found["spec_correct_drafts_histogram"]) == found["spec_verify_ct"]
+    chunks = streamed(server, path, **body)
+    assert chunks[-1] | {"choices": [], "sglext": answer["sglext"]} == chunks[-1]
+    assert not any("sglext" in chunk for chunk in [*chunks[:-1], *streamed(server, path)])
+    assert "usage" not in chunks[-1]
 
 
 @pytest.mark.parametrize("given", [None, True, False])

@@ -5,10 +5,12 @@ import json
 import re
 import subprocess
 import threading
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_jax import SamplingParams
 from dflash_jax.server import responses
@@ -154,6 +156,12 @@ def test_sglangs_generate_gives_what_the_library_gives(quiet, llm):
     assert meta["completion_tokens"] == 24
     assert meta["finish_reason"] == {"type": "length", "length": 24}
     assert meta["spec_accept_length"] == pytest.approx(24 / meta["spec_verify_ct"])
+    histogram, accepted = meta["spec_correct_drafts_histogram"], meta["spec_num_correct_drafts"]
+    assert (sum(histogram), accepted) == (meta["spec_verify_ct"], 24 - meta["spec_verify_ct"])
+    assert sum(i * count for i, count in enumerate(histogram)) == accepted
+    assert meta["spec_accept_rate"] == accepted / meta["spec_num_proposed_drafts"]
+    older = [meta[f"spec_{name}"] for name in ("accept_token_num", "draft_token_num", "accept_histogram")]
+    assert older == [accepted, meta["spec_num_proposed_drafts"], histogram]
     several = quiet.post("/generate", text=["def f(", "import os"], sampling_params=body["sampling_params"]).json()
     assert [len(f["output_ids"]) for f in several] == [24, 24]
     with quiet.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
@@ -277,40 +285,52 @@ def test_what_is_asked_beside_text(quiet, llm):
     assert http.get("/server_info").json()["internal_states"][0]["requests"]["length"] == ended + 1
 
 
-def counters(server) -> dict[str, float]:
-    found = {}
-    for line in server.http.get("/metrics").text.splitlines():
-        if not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            found[name.replace(f'engine="0",model_name="{NAME}"', "").replace(",}", "}").replace("{,", "{")] = float(
-                value
-            )
+def counters(server) -> Counter:
+    """The samples, without the labels of the server, by name and the values of their other labels."""
+    found = Counter()
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            others = [v for k, v in sorted(sample.labels.items()) if k not in ("engine", "model_name")]
+            found[sample.name, *others] = sample.value
     return found
 
 
 def test_metrics_count_what_the_answers_say(quiet):
-    before = counters(quiet)
-    usages = [quiet.chat(max_tokens=40, seed=i, temperature=0.6, block_size=16)["usage"] for i in range(6)]
-    after = counters(quiet)
-
-    def grown(name: str, more: str = "") -> float:
-        key = f"vllm:{name}{{{more}}}"
-        return after[key] - before[key]
-
-    details = [u["completion_tokens_details"] for u in usages]
-    accepted = sum(d["accepted_prediction_tokens"] for d in details)
-    assert grown("spec_decode_num_drafts_total") == sum(d["draft_rounds"] for d in details)
-    assert grown("spec_decode_num_accepted_tokens_total") == accepted
-    assert grown("spec_decode_num_draft_tokens_total") == accepted + sum(
-        d["rejected_prediction_tokens"] for d in details
-    )
-    places = [grown("spec_decode_num_accepted_tokens_per_pos_total", f'position="{i}"') for i in range(15)]
-    assert sum(places) == accepted
-    assert places == sorted(places, reverse=True)
-    assert grown("generation_tokens_total") == sum(u["completion_tokens"] for u in usages)
-    assert grown("prompt_tokens_total") == sum(u["prompt_tokens"] for u in usages)
-    assert grown("time_to_first_token_seconds_count") == 6
-    assert grown("e2e_request_latency_seconds_count") == 6
+    """Of every interface, of streams and of several choices."""
+    before, body = counters(quiet), {"max_tokens": 40, "temperature": 0.6, "block_size": 16}
+    chats = [quiet.chat(**body, seed=i)["usage"] for i in range(3)]
+    chats.append(quiet.chat(**body, seed=3, n=3)["usage"])
+    stream = body | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    lines = quiet.post("/v1/chat/completions", messages=MESSAGES, **stream).text.splitlines()
+    chats.append(json.loads([line for line in lines if line][-2][6:])["usage"])
+    chats.append(quiet.post("/v1/completions", prompt=["def f(", "import os"], **body).json()["usage"])
+    response = quiet.post("/v1/responses", input="def f(", max_output_tokens=40).json()["usage"]
+    message = quiet.post("/v1/messages", messages=MESSAGES, max_tokens=40).json()["usage"]
+    native = quiet.post("/generate", text="def f(", sampling_params={"max_new_tokens": 40}).json()["meta_info"]
+    grown = counters(quiet) - before
+    of = [usage["drafters"]["bundled"] for usage in (*chats, response, message, native)]
+    for usage, each in zip(chats, of, strict=False):
+        details = usage["completion_tokens_details"]
+        accepted = details["accepted_prediction_tokens"]
+        assert each["rounds"] == details["draft_rounds"]
+        assert sum(each["accepted_per_pos"].values()) == accepted
+        assert sum(each["drafted_per_pos"].values()) == accepted + details["rejected_prediction_tokens"]
+    assert grown["vllm:spec_decode_num_drafts_total", "bundled"] == sum(each["rounds"] for each in of)
+    for prefix, side in (("vllm", "accepted"), ("dflash", "drafted")):
+        name = f"spec_decode_num_{'draft' if side == 'drafted' else side}_tokens"
+        places = [grown[f"{prefix}:{name}_per_pos_total", "bundled", str(i)] for i in range(15)]
+        assert places == [sum(each[f"{side}_per_pos"][str(i)] for each in of) for i in range(15)]
+        assert places == sorted(places, reverse=True)
+        assert sum(places) == grown[f"vllm:{name}_total", "bundled"] > 0
+    tokens = [usage["completion_tokens"] for usage in (*chats, native)]
+    tokens += [usage["output_tokens"] for usage in (response, message)]
+    assert grown[("vllm:generation_tokens_total",)] == sum(tokens)
+    # Each round has one token that was not drafted.
+    rounds = sum(tokens) - grown["vllm:spec_decode_num_accepted_tokens_total", "bundled"]
+    assert grown[("sglang:spec_verify_calls_total",)] == rounds
+    assert grown[("vllm:prompt_tokens_total",)] > sum(usage["prompt_tokens"] for usage in chats)
+    assert grown[("vllm:time_to_first_token_seconds_count",)] == 13
+    assert grown[("vllm:e2e_request_latency_seconds_count",)] == 13
 
 
 def test_nothing_is_compiled_after_warm_up(quiet):

@@ -120,6 +120,24 @@ def test_usage_tells_cached_and_drafted_tokens(client):
     # Drafts of the bundled pair are worth it: two of three tokens at least.
     assert details.accepted_prediction_tokens > 2 * details.draft_rounds
     assert details.rejected_prediction_tokens == 15 * details.draft_rounds - details.accepted_prediction_tokens
+    found = usage.drafters["bundled"]
+    assert found["drafted_per_pos"] == {str(i): details.draft_rounds for i in range(15)}
+    assert sum(found["accepted_per_pos"].values()) == details.accepted_prediction_tokens
+
+
+def test_clients_that_add_up_usages_get_the_sum(quiet):
+    """Numbers, and dicts that have the same keys whatever was drafted: what adds them up fails at anything else."""
+
+    def added(one, other):
+        if isinstance(one, int):
+            return one + other
+        assert one.keys() == other.keys()
+        return {name: added(value, other[name]) for name, value in one.items()}
+
+    first, *others = [quiet.chat(max_tokens=20, block_size=size)["usage"] for size in (16, 1, 4)]
+    total = added(added(first, others[0]), others[1])
+    assert total["drafters"]["bundled"]["drafted_per_pos"]["14"] == first["completion_tokens_details"]["draft_rounds"]
+    assert all(isinstance(value, int) for value in total["completion_tokens_details"].values())
 
 
 @pytest.mark.parametrize("width", [1, 16])

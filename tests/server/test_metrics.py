@@ -1,11 +1,14 @@
 """What the metrics count."""
 
+import itertools
 import random
+from collections import Counter
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.cluster.fleet import merged
+from dflash_jax.engine.config import EngineConfig, Speculation, speculations_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Event, Request
 from dflash_jax.engine.service import AsyncEngine
@@ -86,3 +89,69 @@ def test_the_longest_choice_of_a_prompt_is_counted_once():
     assert values["vllm:request_max_num_generation_tokens_count"] == 1
     assert values["vllm:request_max_num_generation_tokens_sum"] == 7
     assert values["vllm:request_generation_tokens_count"] == 3
+
+
+def two_drafters(tokens: int) -> Metrics:
+    """Metrics of an engine that has drafted with both of its drafters; a round yields at most ``tokens``."""
+    config = EngineConfig(speculations=speculations_of((8,), (4,)), drafters=("z-lab/a", 'b"\\}'))
+    engine, turns = Engine(MockRunner(4, 64, clock=FakeClock(), tokens=tokens), config), itertools.count()
+    drafting = [Speculation(8, 0), Speculation(4, 1)]
+    engine.policy.choose = lambda *_: drafting[next(turns) % 2]
+    for i in range(8):
+        engine.submit(Request([1, 2, 3], SamplingParams(max_tokens=40 + i, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    return Metrics("mock", AsyncEngine(engine))
+
+
+def drafts(text: bytes) -> dict[str, Counter]:
+    """Values of the counters of drafts by (drafter, position), summed over engines."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        if "spec_decode" in family.name:
+            values = found.setdefault(family.name, Counter())
+            for sample in family.samples:
+                values[sample.labels["drafter"], sample.labels.get("position")] += sample.value
+    return found
+
+
+def test_drafts_are_counted_by_drafter_and_position():
+    metrics = two_drafters(tokens=3)
+    found, rounds = drafts(metrics.text()), metrics._engine.engine.statistics.rounds
+    names = metrics._engine.engine.config.draft_places
+    assert rounds.by_drafter().keys() == names.keys()
+    for total, by_place, side in (
+        ("draft", "dflash:spec_decode_num_draft_tokens_per_pos", 0),
+        ("accepted", "vllm:spec_decode_num_accepted_tokens_per_pos", 1),
+    ):
+        for name, places in names.items():
+            counts = [found[by_place][name, str(i)] for i in range(places)]
+            assert counts == rounds.by_drafter()[name].by_place()[side]
+            assert sum(counts) == found[f"vllm:spec_decode_num_{total}_tokens"][name, None] > 0
+        # Positions are those that are compiled: no others have a series.
+        assert len(found[by_place]) == sum(names.values())
+    # Each round has one token that was not drafted.
+    accepted = found["vllm:spec_decode_num_accepted_tokens"].total()
+    assert accepted == metrics._engine.engine.statistics.new_tokens - rounds.total()
+    assert found["vllm:spec_decode_num_drafts"].total() == rounds.drafts
+
+
+def test_a_clusters_counts_of_drafts_are_the_sums_of_its_engines():
+    texts = {name: two_drafters(tokens).text() for name, tokens in (("a", 2), ("b", 4))}
+    sums = {name: drafts(texts["a"])[name] + drafts(texts["b"])[name] for name in drafts(texts["a"])}
+    assert drafts(merged(texts)) == sums
+
+
+def test_each_drafter_has_all_positions_before_it_has_drafted():
+    config = EngineConfig(speculations=speculations_of((4,), (3,)), drafters=("a", "b"))
+    found = drafts(Metrics("mock", AsyncEngine(Engine(MockRunner(1, 64, clock=FakeClock()), config))).text())
+    positions = dict.fromkeys([*(("a", str(i)) for i in range(3)), *(("b", str(i)) for i in range(2))], 0)
+    assert {name: dict(values) for name, values in found.items() if "per_pos" in name} == {
+        "dflash:spec_decode_num_draft_tokens_per_pos": positions,
+        "vllm:spec_decode_num_accepted_tokens_per_pos": positions,
+    }
+
+
+def test_without_a_drafter_no_drafts_are_counted():
+    metrics = Metrics("mock", AsyncEngine(Engine(MockRunner(1, 64, clock=FakeClock()), EngineConfig())))
+    assert all(not values for values in drafts(metrics.text()).values())

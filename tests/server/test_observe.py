@@ -40,6 +40,7 @@ def test_the_log_has_ids_and_parameters_and_prompts_only_where_asked(quiet, capl
     requests = RequestLog(quiet.serving.llm.tokenizer.decode if with_prompts else None, 12)
     with caplog.at_level(logging.INFO), observed(quiet, [requests.begin], [requests.end]) as running:
         body = {"prompt": [PROMPT] * 2, "max_tokens": 4, "temperature": 0.7, "n": 10, "stop": ["a\nb"]}
+        body["block_size"] = 4
         answer = running.http.post("/v1/completions", json=body, headers={"X-Request-Id": "id7"})
         assert answer.status_code == 200
         assert running.http.post("/v1/completions", json={"prompt": PROMPT, "n": -1}).status_code == 400
@@ -53,6 +54,9 @@ def test_the_log_has_ids_and_parameters_and_prompts_only_where_asked(quiet, capl
     # Stop strings are the client's text, too.
     assert ('"stop": "1 given"' in begun[0]) == (not with_prompts)
     assert re.search(r"status 200, 20 sequences, \d+ new tokens, length", lines[-1])
+    drafters = answer.json()["usage"]["drafters"]["bundled"]
+    accepted, drafted = (sum(drafters[f"{side}_per_pos"].values()) for side in ("accepted", "drafted"))
+    assert lines[-1].endswith(f" s, {accepted} of {drafted} drafts of bundled accepted")
     assert ("def private" in caplog.text) == with_prompts
     assert "private(value" not in caplog.text
     assert all("\n" not in line for line in lines)
@@ -84,7 +88,7 @@ def test_a_span_of_each_request(quiet, collector, monkeypatch):
     tracer = Tracer(f"http://127.0.0.1:{collector.server_port}/v1/traces")
     with observed(quiet, end=[tracer.end]) as running:
         trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "X-Request-Id": "mine"}
-        body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0.5, "n": 2, "ignore_eos": True}
+        body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0.5, "n": 2, "ignore_eos": True, "block_size": 4}
         usage = running.http.post("/v1/completions", json=body, headers=trace).json()["usage"]
         running.http.get("/v1/models")
         assert running.http.post("/v1/completions", json=body, headers={"traceparent": "00-broken"}).status_code == 200
@@ -104,6 +108,9 @@ def test_a_span_of_each_request(quiet, collector, monkeypatch):
     assert values["gen_ai.latency.e2e"] >= values["gen_ai.latency.time_to_first_token"] > 0
     assert 0 <= values["gen_ai.latency.time_in_queue"] <= values["gen_ai.latency.e2e"]
     assert values["gen_ai.response.model"] == NAME
+    for side in ("drafted", "accepted"):
+        counts = [each.int_value for each in values[f"dflash.{side}_per_pos.bundled"].values]
+        assert counts == list(usage["drafters"]["bundled"][f"{side}_per_pos"].values())[:3]
     assert span.end_time_unix_nano > span.start_time_unix_nano
 
 

@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.engine.request import Times
-from dflash_jax.server.answers import Totals, usage
+from dflash_jax.engine.statistics import Rounds
+from dflash_jax.server.answers import Totals, ended_totals
 
-ROUNDS = st.lists(st.integers(1, 5), max_size=3)
+# Yields of blocks of 8.
+ROUNDS = st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers(1, 8)), max_size=3)
+PLACES = {"a": 7, "b": 8}
 
 
 def sequence(prompt: int):
     request = SimpleNamespace(prompt=[1] * prompt, cached=0, times=Times(1.0, 2.0))
-    return SimpleNamespace(request=request, num_tokens=0, yielded=[], drafts=0, draft_tokens=0, preparation={})
+    return SimpleNamespace(request=request, rounds=Rounds(), preparation={})
 
 
-def grow(row, i: int, rounds: list[int], ends: bool) -> None:
-    row.yielded += rounds
-    row.num_tokens += sum(rounds)
-    row.drafts += len(rounds)
-    row.draft_tokens += 7 * len(rounds)
+def grow(row, i: int, rounds: list[tuple[str | None, int]], ends: bool) -> None:
+    row.rounds.update((drafter, 7, n) if drafter else (None, 0, 1) for drafter, n in rounds)
     row.request.cached = i
     if rounds:
         row.request.times = replace(row.request.times, prefilled=3.0 + i, first_token=4.0 + i)
@@ -32,8 +32,18 @@ def grow(row, i: int, rounds: list[int], ends: bool) -> None:
 
 def counted(rows, choices: int) -> dict:
     """By their definitions, of all sequences and all rounds."""
-    prompt, tokens = sum(len(r.request.prompt) for r in rows[::choices]), sum(r.num_tokens for r in rows)
-    accepted = sum(n - 1 for r in rows for n in r.yielded)
+    rounds = [each for r in rows for each in r.rounds.elements()]
+    prompt, tokens = sum(len(r.request.prompt) for r in rows[::choices]), sum(yielded for _, _, yielded in rounds)
+    drafts, accepted = sum(drafted for _, drafted, _ in rounds), sum(yielded - 1 for _, _, yielded in rounds)
+
+    def of(drafter: str, places: int) -> dict:
+        own = [(drafted, yielded) for name, drafted, yielded in rounds if name == drafter]
+        return {
+            "rounds": len(own),
+            "drafted_per_pos": {str(i): sum(drafted > i for drafted, _ in own) for i in range(places)},
+            "accepted_per_pos": {str(i): sum(yielded - 1 > i for _, yielded in own) for i in range(places)},
+        }
+
     return {
         "prompt_tokens": prompt,
         "completion_tokens": tokens,
@@ -43,36 +53,40 @@ def counted(rows, choices: int) -> dict:
         "completion_tokens_details": {
             "reasoning_tokens": 3,
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(r.draft_tokens for r in rows) - accepted,
-            "draft_rounds": sum(r.drafts for r in rows),
+            "rejected_prediction_tokens": drafts - accepted,
+            "draft_rounds": sum(drafted > 0 for _, drafted, _ in rounds),
         },
+        "drafters": {drafter: of(drafter, places) for drafter, places in PLACES.items()},
     }
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 5), ROUNDS, st.booleans())))
 def test_running_totals_are_the_sums(choices, pieces):
     rows = [sequence(10 + i) for i in range(6 // choices * choices)]
-    totals = Totals(rows, choices)
+    totals = Totals(rows, choices, PLACES)
     for i, rounds, ends in pieces:
         i %= len(rows)
         grow(rows[i], i, rounds, ends)
         totals.take(i)
         begun = [r.request.times for r in rows if r.request.times.first_token == r.request.times.first_token]
         found = totals.timings(20.0, 0.5)
+        assert found["draft_n"] == sum(r.rounds.draft_tokens for r in rows)
+        assert found["draft_n_accepted"] == sum(r.rounds.accepted_tokens for r in rows)
         if begun:
             last = max(20.0 if t.finished != t.finished else t.finished for t in begun)
             assert found["decode_s"] == last - min(t.ready for t in begun)
             assert found["prefill_s"] == begun[0].first_token - begun[0].admitted
             tokens = found["tokens_per_s"] * max(found["decode_s"], 1e-9)
-            assert tokens == pytest.approx(sum(r.num_tokens for r in rows))
+            assert tokens == pytest.approx(sum(r.rounds.tokens for r in rows))
         else:
             assert found["decode_s"] == 0.0
     # What the prefix cache had of a prompt counts from the first piece of one of its choices.
     seen = {i % len(rows) - i % len(rows) % choices for i, *_ in pieces}
     for i in set(range(0, len(rows), choices)) - seen:
         rows[i].request.cached = 0
-    assert totals.usage(3) == counted(rows, choices) == usage(rows, choices, 3)
-    nothing = Totals(rows, choices, is_new=False)
+    serving = SimpleNamespace(llm=SimpleNamespace(draft_places=PLACES))
+    assert totals.usage(3) == counted(rows, choices) == ended_totals(serving, rows, choices).usage(3)
+    nothing = Totals(rows, choices, PLACES, is_new=False)
     nothing.take(0)
     assert nothing.usage()["completion_tokens"] == 0
 
@@ -90,7 +104,7 @@ def test_a_piece_costs_the_same_however_many_sequences_there_are():
             raise AssertionError("all sequences are looked at")
 
     rows = Rows([sequence(3) for _ in range(2000)])
-    totals = Totals(rows, 2)
+    totals = Totals(rows, 2, PLACES)
     for i in (5, 1999, 5):
         looked_at.clear()
         totals.take(i)
