@@ -118,6 +118,7 @@ def test_drafts_that_are_not_worth_it_are_not_verified(llm, prompts, plain, roun
         assert parting is None or parting.is_tie
     assert {*verified[3]} == {3}
     assert {*verified["auto"]} == {1, 2, 3, 4}
+    assert engine.statistics.rounds.draft_tokens == sum(n - 1 for widths in verified.values() for n in widths)
     # What was learned is not what drafters say of themselves.
     for i, record in engine.policy.drafters.items():
         rates = record.calibration.rates(3)
