@@ -154,7 +154,6 @@ class EngineConfig:
         markers: Token ids that open a message.
         cut_spacing: The least and the largest distance of a prompt's cuts, as `prefix_cache.cut_points` takes it.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
-        has_widths: Whether drafts that are not worth their verification are not verified (see `decoding.widths`).
         masks: Whether requests may have masks, so that warm-up compiles their programs.
         media: Whether requests may have images and videos; likewise.
     """
@@ -175,7 +174,6 @@ class EngineConfig:
     markers: frozenset[int] = frozenset()
     cut_spacing: tuple[int, int] = (512, 1024)
     adaptive: bool = True
-    has_widths: bool = False
     masks: bool = False
     media: bool = False
 

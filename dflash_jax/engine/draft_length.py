@@ -53,8 +53,9 @@ PREDICTION_ERROR, MEASUREMENT_ERROR, RETRY_S = 5.0, 2.0, 60.0
 PATIENCE_S, PATIENCE = 2.0, 5.0
 # Rounds of a drafter before its record is known well, and the share of the time to learn it, or plain decoding's cost.
 KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
-# Dispatches of a program of which one verifies all drafts, so that rates of acceptance stay known.
-WHOLE_EVERY = 200
+# Seconds of decoding between two dispatches of a drafter that verify all drafts, so that its rates of acceptance stay
+# known. A drafter that is only tried has its trials further apart: rates that are too low do not keep it out of use.
+WHOLE_EVERY_S = 4.0
 # Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
 # contexts and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
@@ -69,8 +70,8 @@ class DraftLengthPolicy:
         rates: The acceptance on record for each drafter, as `DrafterRecord` takes it; by default every draft is
             accepted at the usual rate.
         record: Costs that earlier processes measured.
-        predict_token: The cost of another verified draft, in the unit of ``predict``, by batch size, block size and
-            the tokens that each sequence verifies.
+        predict_token: The cost of another verified draft, in the unit of ``predict``, by the number of sequences,
+            batch size, block size and the tokens that each sequence verifies.
 
     Attributes:
         speculations: As given.
@@ -84,7 +85,7 @@ class DraftLengthPolicy:
         predict: Callable[[int, Speculation], float] = lambda batch_size, speculation: 1.0,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
         record: CostRecord = NO_RECORD,
-        predict_token: Callable[[int, int, float], float] = lambda batch_size, block_size, verified: 0.0,
+        predict_token: Callable[[int, int, int, float], float] = lambda count, batch_size, block_size, verified: 0.0,
     ):
         self.speculations, self._predict, self._record = tuple(speculations), predict, record
         self._predict_token = predict_token
@@ -102,8 +103,8 @@ class DraftLengthPolicy:
         # Dispatches to measure a cost, by batch size and speculation (None: the first, plain one).
         self._guesses: Counter[tuple[int, Speculation | None]] = Counter()
         self._alone = DraftingAlone()
-        # Dispatches whose widths were chosen, by (batch size, speculation).
-        self._priced: Counter[tuple[int, Speculation]] = Counter()
+        # Of each drafter: seconds so far at its last dispatch that verified all drafts.
+        self._whole: dict[int, float] = {}
         # The shortest of the recent measurements.
         self._least = {key: value / MEASUREMENT_ERROR for key, value in self.seconds.items()}
 
@@ -150,17 +151,16 @@ class DraftLengthPolicy:
         """Adds the sum of `count_outcomes` of a dispatch's rounds, int [2, drafts, bins], to a drafter's record."""
         self.drafters[drafter].calibration.observe(outcomes, rounds)
 
-    def widths(self, batch_size: int, speculation: Speculation) -> tuple[np.ndarray, float]:
-        """How the rounds of the next dispatch choose their widths, as `choose_widths` takes it: rates, and the price.
+    def widths(self, count: int, batch_size: int, speculation: Speculation) -> tuple[np.ndarray, float]:
+        """How the rounds of ``count`` sequences choose their widths, as `choose_widths` takes it: rates, and the price.
 
-        The price is 0, so that all drafts are verified, until the drafter is known, and in one of `WHOLE_EVERY`
-        dispatches.
+        The price is 0, so that all drafts are verified, until the drafter is known, and every `WHOLE_EVERY_S`.
         """
         assert speculation.drafter is not None, "plain decoding has no drafts"
-        record, key = self.drafters[speculation.drafter], (batch_size, speculation)
+        drafter, record = speculation.drafter, self.drafters[speculation.drafter]
         rates = record.calibration.rates(speculation.block_size - 1)
-        self._priced[key] += 1
-        if record.rounds < KNOWN_ROUNDS or self._priced[key] % WHOLE_EVERY == 0:
+        if record.rounds < KNOWN_ROUNDS or self._spent - self._whole.get(drafter, 0.0) > WHOLE_EVERY_S:
+            self._whole[drafter] = self._spent
             return rates, 0.0
         # Predictions are compared with what is measured of plain rounds, which verify all of their tokens.
         plain = [s for s in self.speculations if s.block_size == 1 and (batch_size, s) in self.seconds]
@@ -168,8 +168,8 @@ class DraftLengthPolicy:
         scale = self.estimate(batch_size, known) / self._predict(batch_size, known)
         # Of a sequence, the drafts that are accepted are verified at least.
         tokens = self._tokens(speculation)
-        seconds = scale * self._predict_token(batch_size, speculation.block_size, tokens)
-        return rates, seconds * batch_size * tokens / self.estimate(batch_size, speculation)
+        seconds = scale * self._predict_token(count, batch_size, speculation.block_size, tokens)
+        return rates, seconds * count * tokens / self.estimate(batch_size, speculation)
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""

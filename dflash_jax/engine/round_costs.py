@@ -129,10 +129,13 @@ class RoundCosts:
 
         return cost(places) - cost(verified)
 
-    def verified_token(self, batch_size: int, block_size: int, verified: float) -> float:
-        """The cost of another verified draft beside ``verified`` tokens of each sequence."""
-        places, now = batch_size * block_size, batch_size * min(verified, block_size - 1)
-        return (self.saved(places, now) - self.saved(places, now + batch_size)) / batch_size
+    def verified_token(self, count: int, batch_size: int, block_size: int, verified: float) -> float:
+        """The cost of another verified draft beside ``verified`` tokens of each of ``count`` sequences of a data shard.
+
+        Only these choose experts, not what pads them to ``batch_size``.
+        """
+        places, now = batch_size * block_size, count * min(verified, block_size - 1)
+        return (self.saved(places, now) - self.saved(places, now + count)) / count
 
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of

@@ -116,9 +116,9 @@ class DecodeScheduler:
         self.is_drafting, largest = speculation != NO_DRAFTER, speculation.block_size
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
         dispatch = Dispatch(slots, block_sizes, rounds, speculation, batch_size)
-        if not self._config.has_widths or largest == 1 or any(r.mask for r in batch):
+        if not self._runner.settings.has_widths or largest == 1 or any(r.mask for r in batch):
             return dispatch
-        rates, price = self._policy.widths(batch_size, speculation)
+        rates, price = self._policy.widths(count, batch_size, speculation)
         prices = tuple(price if r.block_size == "auto" else 0.0 for r in batch)
         return replace(dispatch, rates=rates, prices=prices)
 

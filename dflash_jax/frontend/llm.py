@@ -361,7 +361,6 @@ class LLM(Generation):
             swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             adaptive=not exact,
-            has_widths=has_widths,
             media=self.encoder is not None,
             recomputes_exactly=exact or self.dtype == "float32",
             **options,

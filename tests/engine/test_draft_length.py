@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.decoding.widths import BINS, GREATEST_LOGIT, LEAST_LOGIT
 from dflash_jax.engine.acceptance import Acceptance, Acceptances, Calibration, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
-from dflash_jax.engine.draft_length import KNOWN_ROUNDS, PATIENCE, PLAIN_DISPATCHES, WHOLE_EVERY, DraftLengthPolicy
+from dflash_jax.engine.draft_length import KNOWN_ROUNDS, PATIENCE, PLAIN_DISPATCHES, WHOLE_EVERY_S, DraftLengthPolicy
 from dflash_jax.engine.round_costs import KNOWN_ERROR, RECORD_ERROR, CostRecord
 from dflash_jax.models.families.dflash import equal_rates
 
@@ -607,15 +607,15 @@ def test_old_outcomes_count_less():
 def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
     """2 ms of a token's experts, of rounds that yield 1 + 7 × 0.5 tokens or so in 20 ms."""
     costs = {PLAIN: 0.01, EIGHT: 0.02}
-    policy = DraftLengthPolicy(tuple(costs), lambda n, s: 5 * costs[s], predict_token=lambda n, size, verified: 0.01)
+    policy = DraftLengthPolicy(tuple(costs), lambda n, s: 5 * costs[s], predict_token=lambda *key: 0.01)
     acceptances = Acceptances()
     for spec, seconds in costs.items():
         for _ in range(3):
             policy.observe_seconds(1, spec, seconds)
-    assert policy.widths(1, EIGHT)[1] == 0, "a drafter that is not known"
+    assert policy.widths(1, 1, EIGHT)[1] == 0, "a drafter that is not known"
     for _ in range(KNOWN_ROUNDS):
         policy.observe_rounds(acceptances, [4, 5], 8, 0)
-    rates, price = policy.widths(1, EIGHT)
+    rates, price = policy.widths(1, 1, EIGHT)
     assert rates.shape == (7, BINS)
     expected = policy.drafters[0].expected_tokens([1.0])[7]
     assert price == pytest.approx(0.002 * expected / 0.02)
@@ -623,9 +623,28 @@ def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
     for spec, seconds in costs.items():
         for _ in range(3):
             policy.observe_seconds(8, spec, seconds)
-    assert policy.widths(8, EIGHT)[1] == pytest.approx(8 * price)
-    prices = [policy.widths(1, EIGHT)[1] for _ in range(2 * WHOLE_EVERY)]
-    assert prices.count(0) == 2, "all drafts are verified now and then"
+    assert policy.widths(8, 8, EIGHT)[1] == pytest.approx(8 * price)
+    assert policy.widths(5, 8, EIGHT)[1] == pytest.approx(5 * price), "those that there are count"
+
+
+def test_all_drafts_are_verified_now_and_then_also_by_a_drafter_that_is_only_tried():
+    policy = DraftLengthPolicy((PLAIN, EIGHT), predict_token=lambda *key: 0.5)
+    for _ in range(KNOWN_ROUNDS):
+        policy.observe_rounds(Acceptances(), [4, 5], 8, 0)
+
+    def prices(seconds, tries_apart):
+        """Of a dispatch of 20 ms in each ``tries_apart``; the others are plain."""
+        result = []
+        for i in range(round(50 * seconds)):
+            if i % tries_apart == 0:
+                result.append(policy.widths(1, 1, EIGHT)[1])
+            policy.observe_seconds(1, PLAIN if i % tries_apart else EIGHT, 0.01, 2)
+        return result
+
+    assert prices(4.5 * WHOLE_EVERY_S, 1).count(0) == 4
+    seldom = prices(10 * WHOLE_EVERY_S, 300)[1:]
+    assert len(seldom) > 4
+    assert {*seldom} == {0}
 
 
 def test_without_experts_all_drafts_are_verified():
@@ -633,4 +652,4 @@ def test_without_experts_all_drafts_are_verified():
     for _ in range(KNOWN_ROUNDS):
         policy.observe_rounds(Acceptances(), [4, 5], 8, 0)
         policy.observe_seconds(1, EIGHT, 0.01)
-    assert policy.widths(1, EIGHT)[1] == 0
+    assert policy.widths(1, 1, EIGHT)[1] == 0

@@ -130,7 +130,6 @@ def test_whole_blocks_are_verified_where_the_block_size_is_fixed(options):
     fixed = LLM(draft=TINY / "draft", max_block_size=4, slots=1, prefix_bytes=0, **options)
     engine = fixed.new_engine(fixed.programs, 1, 64)
     assert not engine.runner.settings.has_widths
-    assert not engine.config.has_widths
 
 
 @pytest.mark.parametrize("speculation", [HEAD, DRAFTER])
