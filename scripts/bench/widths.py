@@ -132,17 +132,34 @@ def speeds(costs: RoundCosts, run: Run) -> list[float]:
     return result
 
 
+def own_price(costs: RoundCosts, run: Run, count: int) -> float:
+    """The price of `DraftLengthPolicy.widths` for ``count`` requests after such rounds."""
+    cost = costs(count, Speculation(run.block_size)) - costs.saved(count * run.block_size, count * run.verified)
+    return costs.verified_token(count, run.block_size, run.tokens) * count * run.tokens / cost
+
+
 def rows_of(bench: Bench, sizes: list[int], costs: RoundCosts, name: str) -> list[list[str]]:
     """The rows of one setting in the table."""
     plain, rows = bench.run(1, None), []
-    cases = [(size, None) for size in sizes] + [(sizes[-1], price) for price in PRICES]
-    for size, price in cases:
-        run = bench.run(size, price)
+
+    def add(how: str, run: Run) -> Run:
         equal = sum(a == b for a, b in zip(run.texts, plain.texts, strict=True))
-        how = f"blocks of {size}" if price is None else f"{size}, price {price:g}"
         values = [f"{run.tokens:.2f}", f"{run.verified:.2f}", f"{run.accepted_share:.2f}"]
         rows.append([name, how, *values, *(f"{x:.2f}" for x in speeds(costs, run)), f"{equal} of {len(run.texts)}"])
         print(" ".join(rows[-1]), flush=True)
+        return run
+
+    for size in sizes:
+        whole = add(f"blocks of {size}", bench.run(size, None))
+    for price in PRICES:
+        add(f"{size}, price {price:g}", bench.run(size, price))
+    for count in REQUESTS:
+        run = whole
+        # As the engine's own price follows from the rounds before.
+        for _ in range(2):
+            price = own_price(costs, run, count)
+            run = bench.run(size, price)
+        add(f"{size}, the engine's price for {count} at once, {price:.2f}", run)
     return rows
 
 
@@ -170,6 +187,8 @@ def main() -> None:
             prompts = [llm.encode_chat(chat)[-context:] for chat in chats]
         else:
             streams = [llm.encode(document.text) for document in standard_library()[1]]
+            if max(map(len, streams)) <= 2 * context:
+                streams = [[token for stream in streams for token in stream]]
             prompts = held_out_prompts(streams, context, args.prompts)
         for temperature in (0.0, 0.7):
             bench = Bench(llm, prompts, args.new_tokens, temperature)
