@@ -3,11 +3,14 @@
 import os
 from pathlib import Path
 
+import pytest
+
+from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY, LLMConfig
 from dflash_jax.frontend.loading import Checkpoint, _named
 
 
-def test_names_of_drafters_differ_and_have_no_paths(tmp_path):
+def test_names_of_drafters_differ_and_have_no_paths(tmp_path, monkeypatch):
     """Of the machine: clients read them."""
     one, other, odd = (tmp_path / part for part in ("a/draft", "b/draft", os.fsdecode(b"c/\xff")))
     for path in (one, other, odd):
@@ -19,6 +22,13 @@ def test_names_of_drafters_differ_and_have_no_paths(tmp_path):
     assert list(_named([Path(os.curdir)])) == [Path.cwd().name]
     (tmp_path / "link").symlink_to(one)
     assert list(_named([tmp_path / "link"])) == ["link"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(_named(["~/a/draft"])) == ["draft"]
+
+
+def test_a_path_that_cannot_be_read_is_an_input_error():
+    with pytest.raises(InputError, match="cannot be read: File name too long"):
+        Checkpoint.read(LLMConfig(draft="x" * 300))
 
 
 def test_drafters_that_nobody_names_have_names():
