@@ -203,7 +203,7 @@ def prepare_backend(kernels: str) -> Backend:
     """This machine's backend, a CPU's kernels compiled; warns where a GPU's are missing."""
     with progress.step("compiling the kernels for this CPU", in_library=True):
         backend = Backend.detect(kernels)
-    if backend.is_gpu and kernels == "auto" and backend.no_triton:
+    if backend.is_gpu and kernels != "xla" and backend.no_triton:
         log.warning("without Triton kernels, which make decoding faster: %s", backend.no_triton)
     return backend
 
