@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dflash_jax.decoding.sampling import Logprobs, best_candidates, draw, draw_drafts
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
-from dflash_jax.decoding.widths import BINS, bins_of, choose_widths, count_outcomes
+from dflash_jax.decoding.widths import BINS, USUAL_SCORE, bins_of, choose_widths, count_outcomes
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import (
@@ -434,7 +434,7 @@ def decode_by_widths(
             assert rates is not None, "widths without rates of acceptance"
             assert prices is not None, "widths without prices"
             block, scores = propose_scored(target, drafter, state, settings, mode)
-            bins = jnp.zeros((len(block), size - 1), jnp.int32) if scores is None else bins_of(scores)
+            bins = bins_of(jnp.full((len(block), size - 1), USUAL_SCORE) if scores is None else scores)
             part = replace(state, block_sizes=choose_widths(bins, rates, prices, state.block_sizes))
         else:
             block = next_block(target, drafter, state, settings, mode)

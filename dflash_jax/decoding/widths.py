@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Scores are distinguished by their log-odds, in as many intervals between these bounds.
 BINS, LEAST_LOGIT, GREATEST_LOGIT = 16, -4.0, 6.0
+# The score of drafts of drafters that give none.
+USUAL_SCORE = 0.7
 
 
 def bins_of(scores: Float[Array, "B D"]) -> Int[Array, "B D"]:

@@ -103,7 +103,7 @@ class Calibration:
         self._prior = 1 / (1 + np.exp(-LEAST_LOGIT - step * (np.arange(BINS) + 0.5)))
 
     def observe(self, outcomes: np.ndarray, rounds: int) -> None:
-        """Adds the sum of `count_outcomes` of ``rounds`` rounds, int [2, drafts, BINS]."""
+        """Adds the sum of `count_outcomes`, int [2, drafts, BINS], of ``rounds`` rounds, each of one sequence."""
         decay, drafts = OVERALL_DECAY**rounds, outcomes.shape[1]
         counts = decay * np.stack([self._reached, self._accepted])
         counts[:, :drafts] += outcomes

@@ -56,6 +56,8 @@ KNOWN_ROUNDS, LEARNING_SHARE = 80, 0.1
 # Seconds of decoding between two dispatches of a drafter that verify all drafts, so that its rates of acceptance stay
 # known. A drafter that is only tried has its trials further apart: rates that are too low do not keep it out of use.
 WHOLE_EVERY_S = 4.0
+# Weight of a new measurement of rounds that verify all drafts.
+WHOLE_WEIGHT = 0.2
 # Without drafters: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
 # contexts and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
@@ -70,8 +72,8 @@ class DraftLengthPolicy:
         rates: The acceptance on record for each drafter, as `DrafterRecord` takes it; by default every draft is
             accepted at the usual rate.
         record: Costs that earlier processes measured.
-        predict_token: The cost of another verified draft, in the unit of ``predict``, by the number of sequences,
-            batch size, block size and the tokens that each sequence verifies.
+        saved: What drafts that are not verified save, in the unit of ``predict``, by the places of a pass and the
+            tokens that are verified of them.
 
     Attributes:
         speculations: As given.
@@ -85,10 +87,10 @@ class DraftLengthPolicy:
         predict: Callable[[int, Speculation], float] = lambda batch_size, speculation: 1.0,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
         record: CostRecord = NO_RECORD,
-        predict_token: Callable[[int, int, int, float], float] = lambda count, batch_size, block_size, verified: 0.0,
+        saved: Callable[[int, float], float] = lambda places, verified: 0.0,
     ):
         self.speculations, self._predict, self._record = tuple(speculations), predict, record
-        self._predict_token = predict_token
+        self._saved = saved
         self.seconds = {key: s for key, s in record.load().items() if key[1] in self.speculations}
         drafters = sorted({each.drafter for each in speculations if each.drafter is not None and each.block_size > 1})
         places = max(each.block_size for each in speculations) - 1
@@ -105,11 +107,15 @@ class DraftLengthPolicy:
         self._alone = DraftingAlone()
         # Of each drafter: seconds so far at its last dispatch that verified all drafts.
         self._whole: dict[int, float] = {}
+        # Moving average of the seconds of rounds that verified all drafts, by (batch size, speculation).
+        self._whole_seconds: dict[tuple[int, Speculation], float] = {}
         # The shortest of the recent measurements.
         self._least = {key: value / MEASUREMENT_ERROR for key, value in self.seconds.items()}
 
-    def observe_seconds(self, batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1) -> None:
-        """Adds a measurement: ``rounds`` rounds took ``seconds`` each."""
+    def observe_seconds(
+        self, batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1, is_whole: bool = True
+    ) -> None:
+        """Adds a measurement: ``rounds`` rounds took ``seconds`` each; ``is_whole``: and verified all drafts."""
         key, seconds = (batch_size, speculation), max(seconds, 1e-6)
         self._runs[key] += 1
         self._spent += seconds * rounds
@@ -120,6 +126,9 @@ class DraftLengthPolicy:
         if self._runs[key] < MEASURED_RUNS:
             self.seconds[key] = min(seconds, old)
             return
+        if is_whole:
+            old_whole = self._whole_seconds.get(key, seconds)
+            self._whole_seconds[key] = old_whole + WHOLE_WEIGHT * (seconds - old_whole)
         self._errors[key] = 1.0
         self._least[key] = min(seconds, self._least[key]) if is_recent else seconds
         weight = (LONGER_WEIGHT if seconds > old else SHORTER_WEIGHT) if is_recent else 1.0
@@ -148,7 +157,7 @@ class DraftLengthPolicy:
             record.observe(yielded, block_size)
 
     def observe_outcomes(self, drafter: int, outcomes: np.ndarray, rounds: int) -> None:
-        """Adds the sum of `count_outcomes` of a dispatch's rounds, int [2, drafts, bins], to a drafter's record."""
+        """Adds the sum of `count_outcomes`, int [2, drafts, bins], of ``rounds`` rounds, each of one sequence."""
         self.drafters[drafter].calibration.observe(outcomes, rounds)
 
     def widths(self, count: int, batch_size: int, speculation: Speculation) -> tuple[np.ndarray, float]:
@@ -165,10 +174,18 @@ class DraftLengthPolicy:
         # Predictions are compared with what is measured of plain rounds, which verify all of their tokens.
         plain = [s for s in self.speculations if s.block_size == 1 and (batch_size, s) in self.seconds]
         known = plain[0] if plain else speculation
-        scale = self.estimate(batch_size, known) / self._predict(batch_size, known)
+        scale, places = (
+            self.estimate(batch_size, known) / self._predict(batch_size, known),
+            batch_size * speculation.block_size,
+        )
+        # All drafts together cannot save more than what rounds that verify them take longer than plain ones.
+        whole, all_saved = self._whole_seconds.get((batch_size, speculation)), self._saved(places, count)
+        if plain and whole is not None and all_saved > 0:
+            scale = min(scale, max(whole - self.seconds[batch_size, known], 0.0) / all_saved)
         # Of a sequence, the drafts that are accepted are verified at least.
         tokens = self._tokens(speculation)
-        seconds = scale * self._predict_token(count, batch_size, speculation.block_size, tokens)
+        now = count * min(tokens, speculation.block_size - 1)
+        seconds = scale * (self._saved(places, now) - self._saved(places, now + count)) / count
         return rates, seconds * count * tokens / self.estimate(batch_size, speculation)
 
     def keep(self) -> None:

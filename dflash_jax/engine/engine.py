@@ -399,9 +399,10 @@ class Engine:
         has_masks = any(r.mask for r in ticket.batch)
         if rounds and not ticket.prefills and not has_masks:
             seconds = done - max(ticket.started, self._last_done)
-            self.policy.observe_seconds(*key, seconds / rounds, rounds)
+            self.policy.observe_seconds(*key, seconds / rounds, rounds, not any(dispatch.prices))
         if outcome.outcomes is not None and dispatch.speculation.drafter is not None:
-            self.policy.observe_outcomes(dispatch.speculation.drafter, outcome.outcomes, rounds)
+            counted = sum(map(len, outcome.yielded))
+            self.policy.observe_outcomes(dispatch.speculation.drafter, outcome.outcomes, counted)
 
     def _fail_one(self, request: Request, error: Exception) -> None:
         """Ends a request whose mask raised; the others go on."""

@@ -129,14 +129,6 @@ class RoundCosts:
 
         return cost(places) - cost(verified)
 
-    def verified_token(self, count: int, batch_size: int, block_size: int, verified: float) -> float:
-        """The cost of another verified draft beside ``verified`` tokens of each of ``count`` sequences of a data shard.
-
-        Only these choose experts, not what pads them to ``batch_size``.
-        """
-        places, now = batch_size * block_size, count * min(verified, block_size - 1)
-        return (self.saved(places, now) - self.saved(places, now + count)) / count
-
 
 # Days after which a cost is measured anew, and after which one that was measured again is written, the least change of
 # one that is written before, the least seconds of a round, and how many processes must have measured a known cost.

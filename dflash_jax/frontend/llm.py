@@ -82,8 +82,8 @@ class LLM(Generation):
         defaults: The checkpoint's `SamplingDefaults`.
         target: The target model.
         drafters: The drafters.
-        draft_places: The largest draft length of each by its name: a repo id, the last part of a path, "mtp",
-            "bundled", or the type of an object.
+        draft_names: The name of each: a repo id, the last part of a path, "mtp", "bundled", or the type of an object.
+        draft_places: The largest draft length of each that drafts by its name.
         dtype: "float32" or "bfloat16".
         block_size: Tokens that a round may yield, or "auto".
         largest_block: The largest block size; 1 without a drafter.
@@ -134,7 +134,8 @@ class LLM(Generation):
             self.max_len = given.positions(checkpoint.config.max_positions)
             self.largest_block = given.largest_block(max(checkpoint.draft_block_sizes, default=1))
             lengths = [min(self.largest_block, size) - 1 for size in checkpoint.draft_block_sizes]
-            self.draft_places = {name: n for name, n in zip(checkpoint.draft_names, lengths, strict=True) if n}
+            self.draft_names = checkpoint.draft_names
+            self.draft_places = {name: n for name, n in zip(self.draft_names, lengths, strict=True) if n}
         self._given, self._checkpoint = given, checkpoint
         self.config, self.directory = checkpoint.config, checkpoint.directory
         self.defaults, self.tokenizer = checkpoint.defaults, checkpoint.tokenizer
@@ -200,7 +201,8 @@ class LLM(Generation):
         other = self.with_programs(Executables(self.target, placed))
         other.drafters = (placed,)
         other.largest_block = min(config.block_size, self._given.max_block_size or config.block_size)
-        other.draft_places = {type(drafter).__name__: other.largest_block - 1}
+        other.draft_names = (type(drafter).__name__,)
+        other.draft_places = dict.fromkeys(other.draft_names, other.largest_block - 1)
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
         shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(placed))
@@ -316,7 +318,7 @@ class LLM(Generation):
         if not all(isinstance(drafter, Drafter | Mtp) for drafter in self.drafters):
             # What an object of the caller's computes has no name.
             record = NO_RECORD
-        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record, costs.verified_token)
+        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates, record, costs.saved)
 
     def new_engine(
         self,
@@ -354,7 +356,7 @@ class LLM(Generation):
         options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
         config = EngineConfig(
             speculations=policy.speculations,
-            drafters=tuple(self.draft_places),
+            drafters=self.draft_names,
             max_decode_batch=1 if exact else None,
             prefix_bytes=self.prefix_bytes,
             prefix_host_bytes=self.prefix_host_bytes,

@@ -121,9 +121,9 @@ def _named(drafts: Sequence[Draft]) -> dict[str, Draft]:
         name = str(draft)
         if isinstance(draft, Drafting):
             name = type(draft).__name__
-        elif Path(name).exists():
+        elif os.path.exists(path := os.path.expanduser(name)):
             # A path of the machine is not for clients.
-            name = Path(os.path.abspath(name)).name or name
+            name = Path(os.path.abspath(path)).name or name
         # The bytes of a file's name may be no text.
         name = name.encode(errors="replace").decode()
         unlike = next(each for each in (name, *(f"{name}-{i + 2}" for i in range(len(named)))) if each not in named)
@@ -203,7 +203,7 @@ def prepare_backend(kernels: str) -> Backend:
     """This machine's backend, a CPU's kernels compiled; warns where a GPU's are missing."""
     with progress.step("compiling the kernels for this CPU", in_library=True):
         backend = Backend.detect(kernels)
-    if backend.is_gpu and kernels == "auto" and backend.no_triton:
+    if backend.is_gpu and kernels != "xla" and backend.no_triton:
         log.warning("without Triton kernels, which make decoding faster: %s", backend.no_triton)
     return backend
 

@@ -190,6 +190,8 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
                 f"{name}: {shown(key)} is not known: {suggestion(key if isinstance(key, str) else '', kinds)}"
             )
         check_type(f"{name}: {key}", value, kinds[key])
+    if METHODS[method] == "mtp" and given["model"] == "none":
+        raise InputError(f"{name}: {method} drafts with an MTP head: leave the model 'none' out")
     result = {option: given[key] for option, key in SPECULATIVE_KEYS.items() if key in given}
     if (count := given.get("num_speculative_tokens")) is not None:
         if count < 0:
@@ -218,6 +220,8 @@ def check_speculative_flags(
         return prefix + (name.replace("_", "-") if prefix else name)
 
     result: dict[str, Any] = {}
+    if method == "mtp" and draft == "none":
+        raise InputError(f"{flag('speculative_algorithm')} drafts with an MTP head: leave the drafter 'none' out")
     # With a drafter, that is a head in a directory of its own.
     if method == "mtp" and draft in (None, "auto"):
         result["draft"] = draft = "mtp"

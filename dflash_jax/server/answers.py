@@ -1,7 +1,7 @@
 """Parts that answers of several endpoints share: usage, times, log-probabilities."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from math import inf, isfinite, isnan, nan
 
 from dflash_jax.engine.statistics import Rounds
@@ -182,9 +182,8 @@ def speculative_decoding(sequence: TextSequence, most: int, is_detailed: bool) -
         "num_spec_tokens": most,
     }
     if is_detailed:
-        drafting = [step for step in zip(sequence.drafted, sequence.yielded, strict=True) if step[0]]
-        value["per_step_accepted"] = [yielded - 1 for _, yielded in drafting]
-        value["per_step_drafted"] = [drafted for drafted, _ in drafting]
+        value["per_step_accepted"] = [yielded - 1 for yielded in compress(sequence.yielded, sequence.drafted)]
+        value["per_step_drafted"] = [*filter(None, sequence.drafted)]
     return value
 
 

@@ -135,7 +135,8 @@ def speeds(costs: RoundCosts, run: Run) -> list[float]:
 def own_price(costs: RoundCosts, run: Run, count: int) -> float:
     """The price of `DraftLengthPolicy.widths` for ``count`` requests after such rounds."""
     cost = costs(count, Speculation(run.block_size)) - costs.saved(count * run.block_size, count * run.verified)
-    return costs.verified_token(count, count, run.block_size, run.tokens) * count * run.tokens / cost
+    places, now = count * run.block_size, count * min(run.tokens, run.block_size - 1)
+    return (costs.saved(places, now) - costs.saved(places, now + count)) * run.tokens / cost
 
 
 def rows_of(bench: Bench, sizes: list[int], costs: RoundCosts, name: str) -> list[list[str]]:

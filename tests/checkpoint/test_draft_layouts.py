@@ -229,6 +229,8 @@ def test_a_head_of_all_tokens_may_say_so(kind, tmp_path):
         ({"d2t": None}, "no tensor d2t: draft_vocab_size is 8 of 53 tokens"),
         ({"d2t": np.zeros(8, np.float32)}, "'d2t' has dtype F32: it must have whole numbers"),
         ({"d2t": np.arange(8)[::-1].copy()}, "d2t gives tokens that do not ascend"),
+        ({"d2t": IDS - np.arange(8) + 2}, "d2t gives the token 53: vocab_size is 53"),
+        ({"d2t": np.full(8, 2**32)}, "d2t gives the token 4294967303: vocab_size is 53"),
         ({"d2t": np.arange(9)}, r"'d2t' has shape \[9\], it must be \[8\]"),
         (
             {"norm.weight": np.zeros(HIDDEN, np.int64)},

@@ -2,7 +2,7 @@
 
 import random
 from itertools import accumulate
-from operator import mul
+from operator import mul, sub
 from statistics import median
 
 import numpy as np
@@ -605,9 +605,9 @@ def test_old_outcomes_count_less():
 
 
 def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
-    """2 ms of a token's experts, of rounds that yield 1 + 7 × 0.5 tokens or so in 20 ms."""
+    """1 ms of a token's experts, of rounds that yield 1 + 7 × 0.5 tokens or so in 20 ms."""
     costs = {PLAIN: 0.01, EIGHT: 0.02}
-    policy = DraftLengthPolicy(tuple(costs), lambda n, s: 5 * costs[s], predict_token=lambda *key: 0.01)
+    policy = DraftLengthPolicy(tuple(costs), lambda n, s: 5 * costs[s], saved=lambda *key: 0.005 * sub(*key))
     acceptances = Acceptances()
     for spec, seconds in costs.items():
         for _ in range(3):
@@ -618,17 +618,35 @@ def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
     rates, price = policy.widths(1, 1, EIGHT)
     assert rates.shape == (7, BINS)
     expected = policy.drafters[0].expected_tokens([1.0])[7]
-    assert price == pytest.approx(0.002 * expected / 0.02)
-    # Eight sequences yield eight times as many tokens in the time of a draft's experts.
-    for spec, seconds in costs.items():
+    assert price == pytest.approx(0.001 * expected / 0.02)
+    # Eight sequences yield eight times as many tokens, in rounds that take ten times as long.
+    for spec, seconds in {PLAIN: 0.01, EIGHT: 0.2}.items():
         for _ in range(3):
             policy.observe_seconds(8, spec, seconds)
-    assert policy.widths(8, 8, EIGHT)[1] == pytest.approx(8 * price)
-    assert policy.widths(5, 8, EIGHT)[1] == pytest.approx(5 * price), "those that there are count"
+    assert policy.widths(8, 8, EIGHT)[1] == pytest.approx(0.8 * price)
+    assert policy.widths(5, 8, EIGHT)[1] == pytest.approx(0.5 * price), "those that there are count"
+
+
+@pytest.mark.parametrize("error", [1.0, 3.0, 30.0])
+def test_a_price_is_not_above_what_whole_rounds_take_longer(error):
+    """Predictions that are too high; seven drafts and the drafter take 10 ms."""
+    costs = {PLAIN: 0.01, EIGHT: 0.02}
+    policy = DraftLengthPolicy(tuple(costs), lambda n, s: costs[s], saved=lambda *key: error * 0.001 * sub(*key))
+    for _ in range(KNOWN_ROUNDS):
+        policy.observe_rounds(Acceptances(), [4, 5], 8, 0)
+    for spec, seconds in costs.items():
+        for _ in range(3):
+            policy.observe_seconds(1, spec, seconds)
+    for _ in range(20):
+        # Rounds of fewer drafts say nothing about all of them.
+        policy.observe_seconds(1, EIGHT, 0.012, is_whole=False)
+    price = policy.widths(1, 1, EIGHT)[1]
+    tokens = policy.drafters[0].expected_tokens([1.0])[7] / policy.seconds[1, EIGHT]
+    assert price == pytest.approx(min(error * 0.001, 0.01 / 7) * tokens)
 
 
 def test_all_drafts_are_verified_now_and_then_also_by_a_drafter_that_is_only_tried():
-    policy = DraftLengthPolicy((PLAIN, EIGHT), predict_token=lambda *key: 0.5)
+    policy = DraftLengthPolicy((PLAIN, EIGHT), saved=lambda *key: 0.01 * sub(*key))
     for _ in range(KNOWN_ROUNDS):
         policy.observe_rounds(Acceptances(), [4, 5], 8, 0)
 

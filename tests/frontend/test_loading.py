@@ -3,11 +3,16 @@
 import os
 from pathlib import Path
 
+import pytest
+
+from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY, LLMConfig
-from dflash_jax.frontend.loading import Checkpoint, _named
+from dflash_jax.frontend.loading import Checkpoint, _named, prepare_backend
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.card import HOPPER
 
 
-def test_names_of_drafters_differ_and_have_no_paths(tmp_path):
+def test_names_of_drafters_differ_and_have_no_paths(tmp_path, monkeypatch):
     """Of the machine: clients read them."""
     one, other, odd = (tmp_path / part for part in ("a/draft", "b/draft", os.fsdecode(b"c/\xff")))
     for path in (one, other, odd):
@@ -19,9 +24,24 @@ def test_names_of_drafters_differ_and_have_no_paths(tmp_path):
     assert list(_named([Path(os.curdir)])) == [Path.cwd().name]
     (tmp_path / "link").symlink_to(one)
     assert list(_named([tmp_path / "link"])) == ["link"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(_named(["~/a/draft"])) == ["draft"]
+
+
+def test_a_path_that_cannot_be_read_is_an_input_error():
+    with pytest.raises(InputError, match="cannot be read: File name too long"):
+        Checkpoint.read(LLMConfig(draft="x" * 300))
 
 
 def test_drafters_that_nobody_names_have_names():
     assert Checkpoint.read(LLMConfig()).draft_names == ("bundled",)
     assert Checkpoint.read(LLMConfig(TINY / "target", TINY / "draft")).draft_names == ("draft",)
     assert Checkpoint.read(LLMConfig(draft=None)).draft_names == ()
+
+
+@pytest.mark.parametrize(("kernels", "is_said"), [("auto", True), ("all", True), ("xla", False)])
+def test_missing_kernels_of_a_gpu_are_said_where_they_are_wanted(kernels, is_said, monkeypatch, caplog):
+    backend = Backend("cuda", HOPPER, kernels, "the platform is cuda", "Triton is not installed")
+    monkeypatch.setattr(Backend, "detect", lambda _: backend)
+    assert prepare_backend(kernels) is backend
+    assert ("without Triton kernels" in caplog.text) == is_said

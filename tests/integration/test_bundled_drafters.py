@@ -1,6 +1,7 @@
 """The bundled target with its MTP head and its DFlash drafter, on text that neither was trained on."""
 
 import json
+import shutil
 from collections import Counter
 
 import jax
@@ -87,6 +88,17 @@ def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts
     rounds = llm.engine.statistics.rounds
     assert rounds.by_drafter().keys() == {"mtp", "draft"}
     assert rounds.accepted_tokens == llm.engine.statistics.new_tokens - rounds.total()
+
+
+def test_a_drafter_without_drafts_leaves_the_others_their_names(prompts, rounds, tmp_path):
+    shutil.copytree(TINY / "draft", tmp_path / "one")
+    raw = json.loads((tmp_path / "one" / "config.json").read_text())
+    (tmp_path / "one" / "config.json").write_text(json.dumps(raw | {"block_size": 1}))
+    llm = LLM(draft=[tmp_path / "one", TINY / "draft"], max_block_size=4, slots=4, prefix_bytes=0)
+    rounds.append(DRAFTER_ALONE)
+    llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=8), "auto")
+    assert llm.draft_places == llm.engine.config.draft_places == {"draft": 3}
+    assert llm.engine.statistics.rounds.by_drafter().keys() == {"draft"}
 
 
 @pytest.mark.parametrize("temperature", PARAMS)

@@ -223,6 +223,8 @@ WRONG = [
     (["--speculative-config", '{"method": "eagle"}'], "it must be dflash or mtp or"),
     (["--speculative-config", '{"method": "dflash", "spark": 1}'], "'spark' is not known"),
     (["--speculative-algorithm", "EAGLE3"], "it must be DFLASH, NEXTN, EAGLE or mtp"),
+    (["--speculative-algorithm", "EAGLE", "--draft", "none"], "MTP head: leave the drafter 'none' out"),
+    (["--speculative-config", '{"method": "mtp", "model": "none"}'], "MTP head: leave the model 'none' out"),
     (["--speculative-num-steps", "3"], "--speculative-num-steps is 3: DFlash drafts a block in one step"),
     (["--draft", "mtp", "--speculative-num-steps", "0"], "--speculative-num-steps is 0: it must be 1 or more"),
     (

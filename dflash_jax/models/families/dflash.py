@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal, TypeGuard
 
@@ -361,7 +362,8 @@ def weight_names(config: DraftConfig, names: Collection[str] = ()) -> list[Entry
         same("norm.weight", (hidden,), "norm.weight"),
     ]
     if config.draft_vocab_size is not None:
-        entries.append(Entry("head_ids", (drafted,), (Tensor(TOKENS, (drafted,)),), _tokens, _offsets, True))
+        tokens = partial(_tokens, config.vocab_size)
+        entries.append(Entry("head_ids", (drafted,), (Tensor(TOKENS, (drafted,)),), tokens, _offsets, True))
     if config.own_mask:
         entries.append(same("mask", (hidden,), MASK))
     if config.own_embedding:
@@ -425,16 +427,18 @@ def is_skipped(config: DraftConfig, name: str, read: Callable[[str], np.ndarray]
     return array.shape == (config.vocab_size,) and bool((array == (name == DERIVED)).all())
 
 
-def _tokens(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _tokens(vocab_size: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Token ids of the offsets ``d2t``.
 
     Raises:
-        InputError: They are not ascending.
+        InputError: They are not ascending, or not of the vocabulary.
     """
     (offsets,) = arrays
     ids = np.arange(len(offsets)) + offsets.astype(np.int64)
     if (np.diff(ids) <= 0).any() or (len(ids) and ids[0] < 0):
         raise InputError(f"the tensor {TOKENS} gives tokens that do not ascend from 0")
+    if len(ids) and ids[-1] >= vocab_size:
+        raise InputError(f"the tensor {TOKENS} gives the token {ids[-1]}: vocab_size is {vocab_size}")
     return ids.astype(np.int32)
 
 
