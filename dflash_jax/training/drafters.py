@@ -115,7 +115,10 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     if source is not None:
         check_numbers(config, parsed, source)
     raw = with_parts(config, raw, parsed)
-    check_trainable(dflash.read_config(raw))
+    draft = dflash.read_config(raw)
+    check_trainable(draft)
+    if config.body_rate == 0 and (draft.conv, draft.selector, draft.confidence) == (None, None, None):
+        raise InputError("body_rate 0: nothing would be learned, without convolutions, selector and Markov head")
     return raw
 
 

@@ -14,12 +14,13 @@ from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.families import dflash
+from dflash_jax.models.packing import unpack_weights
 from dflash_jax.ops.backend import XLA
 from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.training.drafters import export, raw_config, starting_drafter, with_fresh_parts
 from dflash_jax.training.losses import Choice, Head, Loss, block_loss
-from dflash_jax.training.optimiser import matrix_axes, optimiser
+from dflash_jax.training.optimiser import in_part, matrix_axes, optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from tests.helpers import random_drafter, tiny_config, tiny_draft_config
 
@@ -48,14 +49,17 @@ def blocks():
 
 
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "frequent"])
-def test_the_selectors_loss_is_that_of_the_true_token_among_the_candidates(blocks, kept):
+@pytest.mark.parametrize("kind", ["cross-entropy", "kl"])
+def test_the_selectors_loss_is_that_of_what_is_right_among_the_candidates(blocks, kind, kept):
+    """The true token, or with a teacher its distribution; nothing where the true token is no candidate."""
     states, matrix, labels, before, learned = blocks
-    drafter, loss = drafter_with(selector=SELECTOR), Loss(gamma=3.0, chunk=2)
+    drafter, loss = drafter_with(selector=SELECTOR), Loss(kind, gamma=3.0, chunk=2)
+    teacher = np.random.default_rng(1).standard_normal(states.shape).astype(np.float32)
     head = Head.over(XLA, jnp.asarray(matrix), kept)
     sums = jax.jit(lambda *x: block_loss(loss, head, *x, choice=Choice(drafter, jnp.asarray(before))))(
-        states, labels, learned
+        states, labels, learned, teacher
     )
-    alone = jax.jit(lambda *x: block_loss(loss, head, *x))(states, labels, learned)
+    alone = jax.jit(lambda *x: block_loss(loss, head, *x))(states, labels, learned, teacher)
     part = drafter.selector
     gate, first, second = (np.asarray(x[...], np.float64) for x in (part.gate, part.predecessor, part.successor))
     expected = recalled = accepted = 0.0
@@ -79,10 +83,11 @@ def test_the_selectors_loss_is_that_of_the_true_token_among_the_candidates(block
             is_right = is_right and path == label
             accepted += is_right
             if label not in candidates:
-                candidates[-1] = label
+                continue
             scores = np.array([score(token, before[row, block, k]) for token in candidates])
-            weight = np.exp(-k / 3.0)
-            expected += weight * (np.log(np.exp(scores).sum()) - scores[candidates.index(label)])
+            taught = np.exp(matrix[candidates] @ teacher[row, block, k].astype(np.float64))
+            right = np.array(candidates) == label if kind == "cross-entropy" else taught / taught.sum()
+            expected += np.exp(-k / 3.0) * (np.log(np.exp(scores).sum()) - right @ scores)
     assert float(sums.loss - alone.loss) == pytest.approx(expected, rel=1e-4)
     assert float(sums.recalled.sum()) == recalled
     assert float(sums.path_accepted) == accepted > 0
@@ -221,6 +226,8 @@ def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm)
     [
         ({"selector": True, "markov": "gated"}, "selector and markov 'gated': a drafter has one of them"),
         ({"confidence": True}, "confidence: it comes with markov"),
+        ({"body_rate": 0.0}, "body_rate 0: nothing would be learned, without convolutions, selector and Markov head"),
+        ({"mtp": True, "body_rate": 0.5}, "body_rate 0.5: an MTP head learns as a whole"),
         ({"convolutions": True, "convolution_group": 7}, "conv_group_size is 7: it must divide hidden_size, 192"),
     ],
 )
@@ -261,6 +268,31 @@ def test_muon_orthogonalises_matrices_of_the_parts_and_nothing_else(kind):
     assert names == {"fc", "q", "k", "v", "o", "gate_up", "down", "gate"} | (
         {"projection"} if "conv" in parts else set()
     )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_body_learns_at_its_own_rate(llm, kind, rate):
+    """With 0 it stays; without gradients, an update of nothing."""
+    drafter = random_drafter(replace(load_drafter(TINY / "draft").config, selector=SELECTOR, conv=ConvSpec(2, 16)), 2)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 500, (1, 1, 24)), jnp.int32)
+    batch, target = Batch(tokens, jnp.ones(tokens.shape, bool), jnp.zeros_like(tokens)), unpack_weights(llm.target)
+    moved = []
+    for body_rate in (1.0, rate):
+        recipe = Recipe(Loss("kl", gamma=4.0), 4, 4, learns_body=body_rate > 0)
+        trainer = Trainer(target, drafter.config, recipe, optimiser(1e-3, 10, kind, 0.0, 1e9, body_rate))
+        state = trainer.start(drafter)
+        # The learning rate of the first step is 0.
+        for _ in range(2):
+            state, _, _ = trainer.step(state, trainer.leaves, batch, jax.random.key(0))
+        pairs = zip(*map(jax.tree.leaves, (state[0], drafter)), strict=True)
+        moved.append([np.asarray(new) - np.asarray(old) for new, old in pairs])
+    are_parts = jax.tree.leaves(in_part(drafter))
+    for path, is_part, whole, slow in zip(parameter_paths(drafter), are_parts, *moved, strict=True):
+        assert is_part == any(name in path for name in ("conv", "selector")), path
+        np.testing.assert_allclose(slow, whole * (1 if is_part else rate), atol=1e-4, err_msg=path)
+        assert is_part or rate or not slow.any(), path
+    assert any(np.abs(x).max() > 1e-4 for x in moved[0])
 
 
 def test_fresh_parts_keep_what_is_there():
