@@ -11,7 +11,6 @@ import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter
-from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.families import dflash
 from dflash_jax.models.packing import unpack_weights
@@ -23,6 +22,7 @@ from dflash_jax.training.losses import Choice, Head, Loss, block_loss
 from dflash_jax.training.optimiser import in_part, matrix_axes, optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from tests.helpers import random_drafter, tiny_config, tiny_draft_config
+from tools.bundled_pair import without_selector
 
 SHAPE, VOCAB = (2, 5, 6), 101
 KEPT = np.arange(3, 90, 4)
@@ -145,14 +145,20 @@ def llm():
     return LLM()
 
 
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """The bundled drafter without its selector."""
+    return without_selector(tmp_path_factory.mktemp("given") / "draft")
+
+
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm, tmp_path):
-    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), rank=8, candidates=4, **PARTS[kind])
+def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm, given, tmp_path):
+    config = TrainConfig(data=("x",), output="y", draft=str(given), rank=8, candidates=4, **PARTS[kind])
     raw = raw_config(config, llm)
-    given, drafter = load_drafter(TINY / "draft"), starting_drafter(config, raw, llm.target, llm.directory)
+    plain, drafter = load_drafter(given), starting_drafter(config, raw, llm.target, llm.directory)
     assert drafter.config == dflash.read_config(raw)
     prompts, params = ["def clamp(value, low, high):\n"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    rounds = [llm.with_drafter(each).generate(prompts, params, block_size=8)[0] for each in (given, drafter)]
+    rounds = [llm.with_drafter(each).generate(prompts, params, block_size=8)[0] for each in (plain, drafter)]
     assert rounds[0].token_ids == rounds[1].token_ids
     assert rounds[0].acceptance_lengths == rounds[1].acceptance_lengths
     # A few steps on one text.
@@ -181,12 +187,12 @@ def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm
 
 
 @pytest.mark.parametrize("options", [{"selector": True}, {"markov": "vanilla"}, {"convolutions": True}])
-def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
-    raw = json.loads((TINY / "draft" / "config.json").read_text())
+def test_a_drafter_of_speculators_gets_parts(options, llm, given, tmp_path):
+    raw = json.loads((given / "config.json").read_text())
     section = raw.pop("dflash_config")
     layers = {key: value for key, value in raw.items() if key not in ("architectures", "num_target_layers")}
     block_size = layers.pop("block_size", section.get("block_size"))
-    given = {
+    published = {
         "speculators_model_type": "dflash",
         "architectures": ["DFlashSpeculator"],
         "transformer_layer_config": layers,
@@ -195,27 +201,27 @@ def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
         "mask_token_id": section["mask_token_id"],
         "block_size": block_size,
     }
-    (tmp_path / "draft.json").write_text(json.dumps(given))
+    (tmp_path / "draft.json").write_text(json.dumps(published))
     config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), rank=4, **options)
-    before, after = dflash.read_config(given), dflash.read_config(raw_config(config, llm))
+    before, after = dflash.read_config(published), dflash.read_config(raw_config(config, llm))
     added = {"conv": None, "selector": None}
     assert after != before
     assert replace(after, **added) == before
 
 
-def test_a_drafter_with_a_markov_head_gets_a_confidence_head(llm, tmp_path):
-    raw = json.loads((TINY / "draft" / "config.json").read_text())
+def test_a_drafter_with_a_markov_head_gets_a_confidence_head(llm, given, tmp_path):
+    raw = json.loads((given / "config.json").read_text())
     raw["dflash_config"] |= {"markov_rank": 4, "markov_head_type": "gated"}
     (tmp_path / "draft.json").write_text(json.dumps(raw))
-    given = str(tmp_path / "draft.json")
-    config = TrainConfig(data=("x",), output="y", draft_config=given, markov="gated", confidence=True)
+    path = str(tmp_path / "draft.json")
+    config = TrainConfig(data=("x",), output="y", draft_config=path, markov="gated", confidence=True)
     before, after = dflash.read_config(raw), dflash.read_config(raw_config(config, llm))
     assert after == replace(before, confidence="state and token")
 
 
-def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm):
+def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm, given):
     """A DSpark drafter that does not say is shifted, here and for other servers."""
-    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), markov="gated", rank=8)
+    config = TrainConfig(data=("x",), output="y", draft=str(given), markov="gated", rank=8)
     raw = raw_config(config, llm)
     assert raw["architectures"] == ["DSparkDraftModel"]
     assert raw["dflash_config"]["sample_from_anchor"] is False
@@ -231,9 +237,9 @@ def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm)
         ({"convolutions": True, "convolution_group": 7}, "conv_group_size is 7: it must divide hidden_size, 192"),
     ],
 )
-def test_parts_that_cannot_be(options, says, llm):
+def test_parts_that_cannot_be(options, says, llm, given):
     with pytest.raises(InputError, match=says):
-        raw_config(TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), **options), llm)
+        raw_config(TrainConfig(data=("x",), output="y", draft=str(given), **options), llm)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +251,8 @@ def test_parts_that_cannot_be(options, says, llm):
         ({"markov_rank": 4}, "the drafter has a vanilla selector: it cannot get a dflash2 one, too"),
     ],
 )
-def test_forms_that_are_not_trained_are_named(keys, says, llm, tmp_path):
-    raw = json.loads((TINY / "draft" / "config.json").read_text())
+def test_forms_that_are_not_trained_are_named(keys, says, llm, given, tmp_path):
+    raw = json.loads((given / "config.json").read_text())
     raw["dflash_config"] |= keys
     (tmp_path / "draft.json").write_text(json.dumps(raw))
     options = {"selector": True} if "too" in says else {}
@@ -272,9 +278,9 @@ def test_muon_orthogonalises_matrices_of_the_parts_and_nothing_else(kind):
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_body_learns_at_its_own_rate(llm, kind, rate):
+def test_the_body_learns_at_its_own_rate(llm, given, kind, rate):
     """With 0 it stays; without gradients, an update of nothing."""
-    drafter = random_drafter(replace(load_drafter(TINY / "draft").config, selector=SELECTOR, conv=ConvSpec(2, 16)), 2)
+    drafter = random_drafter(replace(load_drafter(given).config, selector=SELECTOR, conv=ConvSpec(2, 16)), 2)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 500, (1, 1, 24)), jnp.int32)
     batch, target = Batch(tokens, jnp.ones(tokens.shape, bool), jnp.zeros_like(tokens)), unpack_weights(llm.target)
     moved = []
