@@ -20,9 +20,8 @@ _PARTS = ("attention_conv", "mlp_conv", "selector", "confidence", "confidence_bi
 
 def in_part(module):
     """Whether each parameter is a convolution's, a selector's, a Markov head's or a confidence head's."""
-    leaves, structure = jax.tree.flatten(module)
-    paths = parameter_paths(module)
-    return jax.tree.unflatten(structure, [any(name in _PARTS for name in path.split(".")) for path in paths])
+    is_part = [any(name in _PARTS for name in path.split(".")) for path in parameter_paths(module)]
+    return jax.tree.unflatten(jax.tree.structure(module), is_part)
 
 
 def matrix_axes(module):

@@ -1,6 +1,7 @@
 """Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter, its selector, an MTP head.
 
-    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish selector head record evaluate compare
+    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish selector head record evaluate
+    python scripts/bundled/make_tiny_pair.py compare
 
 Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
 one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
@@ -304,12 +305,14 @@ def train_drafter(args, model, data: dict, count: int, rate: float, own: int) ->
 
 
 def stage_selector(args) -> None:
-    """The drafter's selector by `train fit --selector`, the rest as it is, over text that does not repeat itself."""
+    """The drafter's selector by `train fit --selector`, the rest as it is, over a third of the text that repeats itself
+    and all other text.
+    """
     regenerate(args, "selector.npz", TEMPERATURES, args.seed + 7)
     data, path = np.load(args.work / "selector.npz"), args.work / "selector.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        for tokens, mask in zip(data["tokens"], data["mask"], strict=True):
-            if not is_degenerate(tokens[mask]):
+        for i, (tokens, mask) in enumerate(zip(data["tokens"], data["mask"], strict=True)):
+            if i % 3 == 0 or not is_degenerate(tokens[mask]):
                 line = {"prompt_ids": tokens[~mask].tolist(), "response_ids": tokens[mask].tolist()}
                 file.write(json.dumps(line) + "\n")
     config = TrainConfig(
