@@ -4,7 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-from dflash_jax.checkpoint.files import write_json
+import numpy as np
+
+from dflash_jax.checkpoint.files import TensorFiles, write_json, write_tensors
 from dflash_jax.frontend.llm_config import TINY
 
 
@@ -31,3 +33,21 @@ def with_positions(directory: Path, positions: int, pair: Path = TINY) -> tuple[
         write_json(path, config)
         copies.append(copy)
     return copies[0], copies[1]
+
+
+def without_selector(directory: Path) -> Path:
+    """Copies the bundled drafter without its selector: a DFlash drafter, whose places choose alone.
+
+    Args:
+        directory: Gets the drafter; it does not exist.
+
+    Returns:
+        ``directory``.
+    """
+    shutil.copytree(TINY / "draft", directory)
+    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kept = {key: raw["dflash_config"][key] for key in ("mask_token_id", "target_layer_ids")}
+    write_json(directory / "config.json", raw | {"architectures": ["DFlashDraftModel"], "dflash_config": kept})
+    tensors = TensorFiles(TINY / "draft")
+    write_tensors(directory, {n: np.array(tensors.read(n)) for n in tensors if not n.startswith("candidate_selector.")})
+    return directory

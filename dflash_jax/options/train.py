@@ -74,6 +74,12 @@ class TrainConfig:
     loss_chunk: int = option(32, "blocks of a row whose logits are in memory at a time", least=1)
     optimizer: str = option("adamw", "adamw or muon", choices=("adamw", "muon"))
     learning_rate: float = option(6e-4, "peak of the cosine schedule", above=0)
+    body_rate: float = option(
+        1.0,
+        "share of the learning rate for all but convolutions, selector, Markov and confidence head (0: all else stays)",
+        least=0,
+        most=1,
+    )
     warm_up: float = option(0.04, "share of the steps in which the learning rate rises", least=0, most=1)
     clip: float = option(1.0, "largest norm of the gradients", above=0)
     seed: int = option(0, "of the fresh drafter, of the data's order and of the anchors")
@@ -117,6 +123,8 @@ class TrainConfig:
             raise InputError(f"rows {self.rows}: they cannot be divided into {self.accumulate} parts (accumulate)")
         if self.markov is not None and self.selector:
             raise InputError(f"selector and markov {self.markov!r}: a drafter has one of them")
+        if self.mtp and self.body_rate < 1:
+            raise InputError(f"body_rate {self.body_rate}: an MTP head learns as a whole")
         if self.confidence and self.markov is None:
             raise InputError("confidence: it comes with markov")
         if self.anchors >= self.sequence_length:

@@ -128,6 +128,8 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     for name, part in NUMBERS_OF_PARTS.items():
         if getattr(config, name) != FIELDS[name].default and name not in part_numbers(draft):
             raise InputError(f"{name} {getattr(config, name)}: it comes with {part}")
+    if config.body_rate == 0 and (draft.conv, draft.selector, draft.confidence) == (None, None, None):
+        raise InputError("body_rate 0: nothing would be learned, without convolutions, selector and Markov head")
     return raw
 
 

@@ -19,6 +19,7 @@ from dflash_jax.frontend.media import by_kind
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.prompts import Prompt
 from dflash_jax.models.drafting import DrafterWrapper
+from dflash_jax.models.selector import Candidates
 from dflash_jax.options.train import TrainConfig
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.conversations import at_line, conversation_of, directory_of, split_conversation
@@ -123,7 +124,11 @@ class GreedyDrafts(DrafterWrapper):
             columns = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return columns if ids is None else ids[columns]
 
-        heads = replace(heads, draw=largest, scored_draw=None)
+        def best(logits, positions, count, ids=None):
+            scores, columns = jax.lax.top_k(logits, count)
+            return Candidates(columns if ids is None else ids[columns], scores, jnp.ones(len(logits)))
+
+        heads = replace(heads, draw=largest, scored_draw=None, candidates=best)
         return super().propose(cache, last, start, block_sizes, size, heads, window)
 
 

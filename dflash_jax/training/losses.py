@@ -235,14 +235,19 @@ def _with_markov(choice: Choice, head: Head, states, logits, before, labels):
     return logits + jnp.concatenate([gated @ rows[head.ids].T, of_label], axis=-1)
 
 
-def _choices(choice: Choice, head: Head, states, logits, columns, before, labels, learned):
+def _choices(choice: Choice, head: Head, states, logits, taught, columns, before, labels, learned):
     """The choice among the candidates of the logits without a Markov head.
+
+    A slot whose label is no candidate has no loss: a selector that learns to raise labels from outside, which are no
+    candidates in decoding, chooses worse.
 
     Args:
         choice: The selector.
         head: What the logits are of.
         states: [B, a, K, H].
         logits: [B, a, K, V or N + 1].
+        taught: The target's logits [B, a, K, V or N + 1], whose shares among the candidates are learned; None: the
+            labels are.
         columns: The labels' columns, int [B, a, K].
         before: The true tokens before, int [B, a, K].
         labels: int [B, a, K].
@@ -257,18 +262,16 @@ def _choices(choice: Choice, head: Head, states, logits, columns, before, labels
     _, places = jax.lax.top_k(jax.lax.stop_gradient(logits), count)
     is_label = places == columns[..., None]
     is_in = is_label.any(-1)
-    # A label that is no candidate takes the place of the last one, so that every slot has a gradient.
-    with_label = places.at[..., -1].set(jnp.where(is_in, places[..., -1], columns))
-    after = selector.successor[...][head.tokens(with_label, labels)].astype(jnp.float32)
+    after = selector.successor[...][head.tokens(places, labels)].astype(jnp.float32)
     gated = selector.gated(states, before[..., None])[..., 0, :]
-    scores = jnp.take_along_axis(logits, with_label, axis=-1) + jnp.einsum("...r,...kr->...k", gated, after)
-    right = jnp.where(with_label == columns[..., None], scores, -jnp.inf).max(-1)
-    losses = jax.nn.logsumexp(scores, axis=-1) - right
+    top = jnp.take_along_axis(logits, places, axis=-1)
+    log_q = jax.nn.log_softmax(top + jnp.einsum("...r,...kr->...k", gated, after), axis=-1)
+    right = is_label if taught is None else jax.nn.softmax(jnp.take_along_axis(taught, places, axis=-1), axis=-1)
+    losses = -jnp.sum(jnp.where(is_in[..., None], jax.lax.stop_gradient(right) * log_q, 0.0), axis=-1)
 
     def flat(x):
         return x.reshape(-1, *x.shape[2:])
 
-    top = jnp.take_along_axis(logits, places, axis=-1)
     rows = flat(head.tokens(places, labels))
     candidates = Candidates(rows, flat(top), jnp.ones(len(rows)))
     tokens, _ = jax.lax.stop_gradient(selector.choose(flat(states), flat(before)[:, 0], candidates, rows))
@@ -327,7 +330,7 @@ def block_loss(
             losses += loss.match * distance(states, teacher)
         more = (None, None)
         if choice is not None:
-            chosen, *more = _choices(choice, head, states, plain, columns, before, labels, learned)
+            chosen, *more = _choices(choice, head, states, plain, taught, columns, before, labels, learned)
             losses += 0.0 if is_markov else loss.selector * chosen
             if choice.drafter.config.confidence is not None:
                 right = jnp.exp(log_q) if taught is None else _overlap(logits, taught)

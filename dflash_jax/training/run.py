@@ -40,7 +40,7 @@ def recipe_of(config: TrainConfig, pair: Pair) -> Recipe:
     if gamma is None:
         gamma = MTP_GAMMA if config.mtp else default_gamma(block)
     loss = Loss(config.loss, config.loss_weights, gamma, match=config.match, chunk=config.loss_chunk)
-    return Recipe(loss, config.anchors, block, pair.llm.dtype)
+    return Recipe(loss, config.anchors, block, pair.llm.dtype, config.body_rate > 0)
 
 
 def step_count(config: TrainConfig, rows: int) -> int:
@@ -76,7 +76,9 @@ class TrainingRun:
         self._rows = FeatureRows(config, rows, self.pair, recipe.loss.needs_teacher) if is_cached else with_media(rows)
         self.steps = step_count(config, len(rows))
         self._check_division()
-        update = optimiser(config.learning_rate, self.steps, config.optimizer, config.warm_up, config.clip)
+        update = optimiser(
+            config.learning_rate, self.steps, config.optimizer, config.warm_up, config.clip, config.body_rate
+        )
         self.trainer = Trainer(self.pair.target, self.pair.draft, recipe, update, vocabulary=vocabulary)
         self._checkpoints = Checkpoints(config, self.pair.raw, tell, digest)
         self.step = self._checkpoints.latest
@@ -276,7 +278,7 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
     """
     pair = open_pair(config)
     checkpoints = Checkpoints(config, pair.raw, tell)
-    update = optimiser(config.learning_rate, 1, config.optimizer)
+    update = optimiser(config.learning_rate, 1, config.optimizer, body_rate=config.body_rate)
     trainer = Trainer(pair.target, pair.draft, recipe_of(config, pair), update)
     export_checkpoint(config, checkpoints, pair, trainer, tell)
 

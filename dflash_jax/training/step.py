@@ -27,6 +27,7 @@ from dflash_jax.ops.backend import XLA
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, Layout, parameter_paths, parameter_specs
 from dflash_jax.training.blocks import at, block_states, sample_anchors
 from dflash_jax.training.losses import Choice, Head, Loss, Sums, block_loss
+from dflash_jax.training.optimiser import in_part
 from dflash_jax.training.recurrence import can_begin, step_states
 
 ROWS = PartitionSpec(DATA)
@@ -64,12 +65,14 @@ class Recipe:
         anchors: Blocks of a row.
         slots: Slots of a block.
         dtype: Dtype of the drafter's arithmetic; parameters are float32.
+        learns_body: Whether parameters of no part (`in_part`) have gradients.
     """
 
     loss: Loss
     anchors: int
     slots: int
     dtype: str = "float32"
+    learns_body: bool = True
 
 
 def batch_sums(
@@ -244,6 +247,8 @@ class Trainer:
             hidden, features = jax.lax.stop_gradient(self.features(leaves, batch.tokens, batch.starts, batch.media))
             batch = replace(batch, features=features, hidden=hidden)
         low = jax.tree.map(lambda x: x.astype(self.recipe.dtype), drafter)
+        if not self.recipe.learns_body:
+            low = jax.tree.map(lambda x, is_part: x if is_part else jax.lax.stop_gradient(x), low, in_part(low))
         embed, teacher_head = self._target_heads(leaves)
         head, config = teacher_head, self.config
         # Tables of the drafter's own are trained as its other weights.

@@ -1,6 +1,7 @@
-"""Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter, the target's MTP head.
+"""Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter, its selector, an MTP head.
 
-    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish head record evaluate compare
+    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish selector head record evaluate
+    python scripts/bundled/make_tiny_pair.py compare
 
 Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
 one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
@@ -117,6 +118,7 @@ TEMPERATURES = [0.0, 0.3, 0.6, 0.9]
 # Of the text for the second pass of the drafter: warmer than greedy, which repeats itself.
 POLISH_TEMPERATURES = [0.2, 0.4, 0.6, 0.8]
 ANCHORS = 32
+SELECTOR_RANK = 64
 # Tokens of a row that the MTP head is trained on.
 HEAD_ROW = 512
 # Of the pair for long contexts: its positions, tokens of the rows of both legs of its training, and anchors of a row of
@@ -300,6 +302,40 @@ def train_drafter(args, model, data: dict, count: int, rate: float, own: int) ->
     drafter, state = trainers[8].start(model)
     save = partial(save_module, entries=dflash.weight_names(config), raw=DRAFT, directory=args.out / "draft")
     train("drafter", draft_batches(args, data, count, own), step, drafter, state, save)
+
+
+def stage_selector(args) -> None:
+    """The drafter's selector by `train fit --selector`, the rest as it is, over a third of the text that repeats itself
+    and all other text.
+    """
+    regenerate(args, "selector.npz", TEMPERATURES, args.seed + 7)
+    data, path = np.load(args.work / "selector.npz"), args.work / "selector.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for i, (tokens, mask) in enumerate(zip(data["tokens"], data["mask"], strict=True)):
+            if i % 3 == 0 or not is_degenerate(tokens[mask]):
+                line = {"prompt_ids": tokens[~mask].tolist(), "response_ids": tokens[mask].tolist()}
+                file.write(json.dumps(line) + "\n")
+    config = TrainConfig(
+        target=str(args.out / "target"),
+        draft=str(args.out / "draft"),
+        selector=True,
+        rank=SELECTOR_RANK,
+        body_rate=0.0,
+        data=(str(path),),
+        output=str(args.work / "selector"),
+        sequence_length=2048,
+        rows=1,
+        anchors=512,
+        steps=args.selector_steps,
+        loss="kl",
+        gamma=default_gamma(8),
+        learning_rate=1e-2,
+        seed=args.seed,
+    )
+    step, last = run.fit(config, partial(print, flush=True))
+    if step < last:
+        raise SystemExit(75)
+    shutil.copytree(config.directory / "draft", args.out / "draft", dirs_exist_ok=True)
 
 
 def stage_head(args) -> None:
@@ -486,6 +522,7 @@ STAGES = {
     "regenerate": stage_regenerate,
     "drafter": stage_drafter,
     "polish": stage_polish,
+    "selector": stage_selector,
     "head": stage_head,
     "record": stage_record,
     "evaluate": stage_evaluate,
@@ -508,6 +545,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2048, help="to regenerate")
     parser.add_argument("--draft-steps", type=int, default=3000)
     parser.add_argument("--polish-steps", type=int, default=1500)
+    parser.add_argument("--selector-steps", type=int, default=1500)
     parser.add_argument("--head-steps", type=int, default=250)
     legs = "on rows of 8,192 and of 32,768 tokens"
     parser.add_argument("--long-steps", type=int, nargs=2, default=[16, 2], metavar="N", help=legs)

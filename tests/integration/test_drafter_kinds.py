@@ -1,7 +1,6 @@
 """DFlash2 and DSpark drafters beside the bundled target: the text is the target's, however they draft."""
 
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from dflash_jax.parallel.sharding import ONE_DEVICE
 from dflash_jax.planner import make_plan, read_shapes
 from dflash_jax.training.drafters import export
 from tests.integration.test_own_tables import assert_same
+from tools.bundled_pair import without_selector
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
 PARAMS = [
@@ -67,9 +67,9 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def draft(request, tmp_path_factory):
-    """The bundled drafter as another kind, with random heads."""
+    """The bundled drafter, without its selector, as another kind, with random heads."""
     keys, shapes = KINDS[request.param]
-    path = shutil.copytree(TINY / "draft", tmp_path_factory.mktemp("kind") / "draft")
+    path = without_selector(tmp_path_factory.mktemp("kind") / "draft")
     tensors, rng = load_file(path / "model.safetensors"), np.random.default_rng(0)
     raw = json.loads((path / "config.json").read_text())
     raw["dflash_config"] |= {key: value for key, value in keys.items() if key != "block_size"}

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.options.train import TrainConfig
-from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths
 from dflash_jax.training import run
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.optimiser import optimiser
@@ -36,11 +37,22 @@ def batches(micro: int) -> Batch:
     return jax.tree.map(jnp.asarray, Batch(tokens, mask, starts.astype(np.int32)))
 
 
+PARTS = {
+    "dflash": {},
+    "dflash2": {"conv": ConvSpec(2, 4), "selector": SelectorSpec(7, 5)},
+    "dspark": {"selector": SelectorSpec(7, 5, "gated"), "confidence": "state and token"},
+}
+
+
+def pair_with(kind: str):
+    """Recurrent and attention layers, experts and a shared one; a drafter of a kind of `PARTS`."""
+    target = random_decoder(family_config("qwen3_5_moe"))
+    return target, random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB, **PARTS[kind]))
+
+
 @pytest.fixture(scope="module")
 def pair():
-    """Recurrent and attention layers, experts and a shared one."""
-    target = random_decoder(family_config("qwen3_5_moe"))
-    return target, random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
+    return pair_with("dflash")
 
 
 def trainer(target, drafter, layout: Layout, kind: str = "adamw") -> Trainer:
@@ -74,6 +86,23 @@ def test_gradients_do_not_depend_on_the_devices(pair, gradients, layout):
     found = jax.jit(t.gradients)(t.start(pair[1])[0], t.leaves, batches(2), jax.random.key(3))
     assert_tree_near(found, gradients)
     assert float(found[1].weight) > 1
+
+
+@pytest.mark.parametrize("parts", ["dflash2", "dspark"])
+def test_gradients_of_a_selectors_parts_do_not_depend_on_the_devices(parts):
+    """Convolutions with a selector, and a Markov head with a confidence head."""
+    target, drafter = pair_with(parts)
+    found = []
+    for layout in (ONE_DEVICE, LAYOUTS[2]):
+        t = trainer(target, drafter, layout)
+        found.append(jax.jit(t.gradients)(t.start(drafter)[0], t.leaves, batches(1), jax.random.key(3)))
+    one, sums = found[0]
+    named = dict(zip(parameter_paths(drafter), jax.tree.leaves(one), strict=True))
+    parts_of = {path: x for path, x in named.items() if "conv" in path or "selector" in path or "confidence" in path}
+    assert parts_of
+    assert all(np.abs(np.asarray(x)).max() > 0 for x in parts_of.values()), "a part has no gradient"
+    assert float(sums.recalled.sum()) > 0
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), found[1], found[0])
 
 
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.long)])

@@ -11,17 +11,18 @@ import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter
-from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.families import dflash
+from dflash_jax.models.packing import unpack_weights
 from dflash_jax.ops.backend import XLA
 from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.training.drafters import export, raw_config, starting_drafter, with_fresh_parts
 from dflash_jax.training.losses import Choice, Head, Loss, block_loss
-from dflash_jax.training.optimiser import matrix_axes, optimiser
+from dflash_jax.training.optimiser import in_part, matrix_axes, optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from tests.helpers import random_drafter, tiny_config, tiny_draft_config
+from tools.bundled_pair import without_selector
 
 SHAPE, VOCAB = (2, 5, 6), 101
 KEPT = np.arange(3, 90, 4)
@@ -48,14 +49,17 @@ def blocks():
 
 
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "frequent"])
-def test_the_selectors_loss_is_that_of_the_true_token_among_the_candidates(blocks, kept):
+@pytest.mark.parametrize("kind", ["cross-entropy", "kl"])
+def test_the_selectors_loss_is_that_of_what_is_right_among_the_candidates(blocks, kind, kept):
+    """The true token, or with a teacher its distribution; nothing where the true token is no candidate."""
     states, matrix, labels, before, learned = blocks
-    drafter, loss = drafter_with(selector=SELECTOR), Loss(gamma=3.0, chunk=2)
+    drafter, loss = drafter_with(selector=SELECTOR), Loss(kind, gamma=3.0, chunk=2)
+    teacher = np.random.default_rng(1).standard_normal(states.shape).astype(np.float32)
     head = Head.over(XLA, jnp.asarray(matrix), kept)
     sums = jax.jit(lambda *x: block_loss(loss, head, *x, choice=Choice(drafter, jnp.asarray(before))))(
-        states, labels, learned
+        states, labels, learned, teacher
     )
-    alone = jax.jit(lambda *x: block_loss(loss, head, *x))(states, labels, learned)
+    alone = jax.jit(lambda *x: block_loss(loss, head, *x))(states, labels, learned, teacher)
     part = drafter.selector
     gate, first, second = (np.asarray(x[...], np.float64) for x in (part.gate, part.predecessor, part.successor))
     expected = recalled = accepted = 0.0
@@ -79,10 +83,11 @@ def test_the_selectors_loss_is_that_of_the_true_token_among_the_candidates(block
             is_right = is_right and path == label
             accepted += is_right
             if label not in candidates:
-                candidates[-1] = label
+                continue
             scores = np.array([score(token, before[row, block, k]) for token in candidates])
-            weight = np.exp(-k / 3.0)
-            expected += weight * (np.log(np.exp(scores).sum()) - scores[candidates.index(label)])
+            taught = np.exp(matrix[candidates] @ teacher[row, block, k].astype(np.float64))
+            right = np.array(candidates) == label if kind == "cross-entropy" else taught / taught.sum()
+            expected += np.exp(-k / 3.0) * (np.log(np.exp(scores).sum()) - right @ scores)
     assert float(sums.loss - alone.loss) == pytest.approx(expected, rel=1e-4)
     assert float(sums.recalled.sum()) == recalled
     assert float(sums.path_accepted) == accepted > 0
@@ -140,15 +145,21 @@ def llm():
     return LLM()
 
 
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """The bundled drafter without its selector."""
+    return without_selector(tmp_path_factory.mktemp("given") / "draft")
+
+
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm, tmp_path):
+def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm, given, tmp_path):
     numbers = {} if kind == "convolutions" else {"rank": 8, "candidates": 4}
-    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), **numbers, **PARTS[kind])
+    config = TrainConfig(data=("x",), output="y", draft=str(given), **numbers, **PARTS[kind])
     raw = raw_config(config, llm)
-    given, drafter = load_drafter(TINY / "draft"), starting_drafter(config, raw, llm.target, llm.directory)
+    plain, drafter = load_drafter(given), starting_drafter(config, raw, llm.target, llm.directory)
     assert drafter.config == dflash.read_config(raw)
     prompts, params = ["def clamp(value, low, high):\n"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    rounds = [llm.with_drafter(each).generate(prompts, params, block_size=8)[0] for each in (given, drafter)]
+    rounds = [llm.with_drafter(each).generate(prompts, params, block_size=8)[0] for each in (plain, drafter)]
     assert rounds[0].token_ids == rounds[1].token_ids
     assert rounds[0].acceptance_lengths == rounds[1].acceptance_lengths
     # A few steps on one text.
@@ -177,12 +188,12 @@ def test_a_drafter_gets_parts_that_change_nothing_and_learns_with_them(kind, llm
 
 
 @pytest.mark.parametrize("options", [{"selector": True}, {"markov": "vanilla"}, {"convolutions": True}])
-def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
-    raw = json.loads((TINY / "draft" / "config.json").read_text())
+def test_a_drafter_of_speculators_gets_parts(options, llm, given, tmp_path):
+    raw = json.loads((given / "config.json").read_text())
     section = raw.pop("dflash_config")
     layers = {key: value for key, value in raw.items() if key not in ("architectures", "num_target_layers")}
     block_size = layers.pop("block_size", section.get("block_size"))
-    given = {
+    published = {
         "speculators_model_type": "dflash",
         "architectures": ["DFlashSpeculator"],
         "transformer_layer_config": layers,
@@ -191,27 +202,27 @@ def test_a_drafter_of_speculators_gets_parts(options, llm, tmp_path):
         "mask_token_id": section["mask_token_id"],
         "block_size": block_size,
     }
-    (tmp_path / "draft.json").write_text(json.dumps(given))
+    (tmp_path / "draft.json").write_text(json.dumps(published))
     config = TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json"), **options)
-    before, after = dflash.read_config(given), dflash.read_config(raw_config(config, llm))
+    before, after = dflash.read_config(published), dflash.read_config(raw_config(config, llm))
     added = {"conv": None, "selector": None}
     assert after != before
     assert replace(after, **added) == before
 
 
-def test_a_drafter_with_a_markov_head_gets_a_confidence_head(llm, tmp_path):
-    raw = json.loads((TINY / "draft" / "config.json").read_text())
+def test_a_drafter_with_a_markov_head_gets_a_confidence_head(llm, given, tmp_path):
+    raw = json.loads((given / "config.json").read_text())
     raw["dflash_config"] |= {"markov_rank": 4, "markov_head_type": "gated"}
     (tmp_path / "draft.json").write_text(json.dumps(raw))
-    given = str(tmp_path / "draft.json")
-    config = TrainConfig(data=("x",), output="y", draft_config=given, markov="gated", confidence=True)
+    path = str(tmp_path / "draft.json")
+    config = TrainConfig(data=("x",), output="y", draft_config=path, markov="gated", confidence=True)
     before, after = dflash.read_config(raw), dflash.read_config(raw_config(config, llm))
     assert after == replace(before, confidence="state and token")
 
 
-def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm):
+def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm, given):
     """A DSpark drafter that does not say is shifted, here and for other servers."""
-    config = TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), markov="gated", rank=8)
+    config = TrainConfig(data=("x",), output="y", draft=str(given), markov="gated", rank=8)
     raw = raw_config(config, llm)
     assert raw["architectures"] == ["DSparkDraftModel"]
     assert raw["dflash_config"]["sample_from_anchor"] is False
@@ -223,12 +234,14 @@ def test_a_markov_head_that_is_trained_says_that_its_places_are_not_shifted(llm)
         ({"selector": True, "markov": "gated"}, "selector and markov 'gated': a drafter has one of them"),
         ({"confidence": True}, "confidence: it comes with markov"),
         ({"mtp": True, "rank": 8}, "rank 8: with mtp there is none"),
+        ({"body_rate": 0.0}, "body_rate 0: nothing would be learned, without convolutions, selector and Markov head"),
+        ({"mtp": True, "body_rate": 0.5}, "body_rate 0.5: an MTP head learns as a whole"),
         ({"convolutions": True, "convolution_group": 7}, "conv_group_size is 7: it must divide hidden_size, 192"),
     ],
 )
-def test_parts_that_cannot_be(options, says, llm):
+def test_parts_that_cannot_be(options, says, llm, given):
     with pytest.raises(InputError, match=says):
-        raw_config(TrainConfig(data=("x",), output="y", draft=str(TINY / "draft"), **options), llm)
+        raw_config(TrainConfig(data=("x",), output="y", draft=str(given), **options), llm)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +253,8 @@ def test_parts_that_cannot_be(options, says, llm):
         ({"markov_rank": 4}, "the drafter has a vanilla selector: it cannot get a dflash2 one, too"),
     ],
 )
-def test_forms_that_are_not_trained_are_named(keys, says, llm, tmp_path):
-    raw = json.loads((TINY / "draft" / "config.json").read_text())
+def test_forms_that_are_not_trained_are_named(keys, says, llm, given, tmp_path):
+    raw = json.loads((given / "config.json").read_text())
     raw["dflash_config"] |= keys
     (tmp_path / "draft.json").write_text(json.dumps(raw))
     options = {"selector": True} if "too" in says else {}
@@ -259,8 +272,8 @@ def test_forms_that_are_not_trained_are_named(keys, says, llm, tmp_path):
         ({"convolution_group": 8}, "convolution_group 8: that of .* is 24, and stays"),
     ],
 )
-def test_numbers_of_parts_that_a_drafter_has_stay(options, says, llm, tmp_path):
-    raw = json.loads((TINY / "draft" / "config.json").read_text())
+def test_numbers_of_parts_that_a_drafter_has_stay(options, says, llm, given, tmp_path):
+    raw = json.loads((given / "config.json").read_text())
     parts = {"selector_rank": 4, "selector_top_k": 6, "conv_kernel_size": 4, "conv_group_size": 24}
     (tmp_path / "draft.json").write_text(json.dumps(raw | {"dflash_config": raw["dflash_config"] | parts}))
 
@@ -274,7 +287,7 @@ def test_numbers_of_parts_that_a_drafter_has_stay(options, says, llm, tmp_path):
     read(tmp_path / "draft.json", selector=True, convolutions=True, **equal)
     (name,) = options.keys() - {"convolutions"}
     with pytest.raises(InputError, match=f"{name} {options[name]}: it comes with (convolutions|selector or markov)"):
-        read(TINY / "draft" / "config.json", **{name: options[name]})
+        read(given / "config.json", **{name: options[name]})
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "gated"])
@@ -290,6 +303,31 @@ def test_muon_orthogonalises_matrices_of_the_parts_and_nothing_else(kind):
     assert names == {"fc", "q", "k", "v", "o", "gate_up", "down", "gate"} | (
         {"projection"} if "conv" in parts else set()
     )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_body_learns_at_its_own_rate(llm, given, kind, rate):
+    """With 0 it stays; without gradients, an update of nothing."""
+    drafter = random_drafter(replace(load_drafter(given).config, selector=SELECTOR, conv=ConvSpec(2, 16)), 2)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 500, (1, 1, 24)), jnp.int32)
+    batch, target = Batch(tokens, jnp.ones(tokens.shape, bool), jnp.zeros_like(tokens)), unpack_weights(llm.target)
+    moved = []
+    for body_rate in (1.0, rate):
+        recipe = Recipe(Loss("kl", gamma=4.0), 4, 4, learns_body=body_rate > 0)
+        trainer = Trainer(target, drafter.config, recipe, optimiser(1e-3, 10, kind, 0.0, 1e9, body_rate))
+        state = trainer.start(drafter)
+        # The learning rate of the first step is 0.
+        for _ in range(2):
+            state, _, _ = trainer.step(state, trainer.leaves, batch, jax.random.key(0))
+        pairs = zip(*map(jax.tree.leaves, (state[0], drafter)), strict=True)
+        moved.append([np.asarray(new) - np.asarray(old) for new, old in pairs])
+    are_parts = jax.tree.leaves(in_part(drafter))
+    for path, is_part, whole, slow in zip(parameter_paths(drafter), are_parts, *moved, strict=True):
+        assert is_part == any(name in path for name in ("conv", "selector")), path
+        np.testing.assert_allclose(slow, whole * (1 if is_part else rate), atol=1e-4, err_msg=path)
+        assert is_part or rate or not slow.any(), path
+    assert any(np.abs(x).max() > 1e-4 for x in moved[0])
 
 
 def test_fresh_parts_keep_what_is_there():
