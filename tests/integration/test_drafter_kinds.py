@@ -1,6 +1,7 @@
 """DFlash2 and DSpark drafters beside the bundled target: the text is the target's, however they draft."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
