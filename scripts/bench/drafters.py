@@ -71,10 +71,12 @@ class Contender:
             engine.policy.choose = choose  # pyright: ignore[reportAttributeAccessIssue]
         observe = engine.policy.observe_seconds
 
-        def observe_seconds(batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1) -> None:
+        def observe_seconds(
+            batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1, is_whole: bool = True
+        ) -> None:
             self._rounds[str(speculation)] += rounds
             self._seconds[str(speculation)] += seconds * rounds
-            observe(batch_size, speculation, seconds, rounds)
+            observe(batch_size, speculation, seconds, rounds, is_whole)
 
         engine.policy.observe_seconds = observe_seconds
         self._answers(prompts, params)

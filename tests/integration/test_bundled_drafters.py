@@ -228,7 +228,7 @@ def modelled_seconds(llm, prompts, costs: dict[Speculation, float]) -> tuple[flo
     for spec, seconds in costs.items():
         for _ in range(3):
             observe(1, spec, seconds)
-    policy.observe_seconds = lambda batch_size, spec, _, rounds: observe(batch_size, spec, costs[spec], rounds)
+    policy.observe_seconds = lambda batch_size, spec, _, *more: observe(batch_size, spec, costs[spec], *more)
     decode, read = runner.decode, runner.read
 
     def counted(ticket, logprobs):
