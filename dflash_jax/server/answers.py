@@ -141,14 +141,20 @@ def ended_totals(serving: Serving, sequences: Sequence[TextSequence], choices: i
 
 
 def drafters(rounds: Rounds, draft_places: Mapping[str, int]) -> dict[str, dict]:
-    """Rounds with drafts, drafts and accepted ones of each drafter; ``draft_places``: as in `Totals`."""
+    """Rounds with drafts, drafts and accepted ones of each drafter.
+
+    Args:
+        rounds: The rounds.
+        draft_places: As in `Totals`. Keys are these in every answer, so that usages can be added up: of other drafters,
+            which another engine of a cluster may have, metrics tell.
+    """
 
     def one(rounds: Rounds, places: int) -> dict:
-        drafted, accepted = ({str(i): n for i, n in enumerate(counts)} for counts in rounds.by_place(places))
-        return {"rounds": rounds.total(), "drafted_per_pos": drafted, "accepted_per_pos": accepted}
+        counts = [{str(i): each[i] for i in range(places)} for each in rounds.by_place(places)]
+        return {"rounds": rounds.total(), "drafted_per_pos": counts[0], "accepted_per_pos": counts[1]}
 
-    # In a cluster an engine may have other drafters than the first.
-    return {name: one(of, draft_places.get(name, 0)) for name, of in rounds.by_drafter(draft_places).items()}
+    by_drafter = rounds.by_drafter(draft_places)
+    return {name: one(by_drafter[name], places) for name, places in draft_places.items()}
 
 
 def spec_tokens_details(rounds: Rounds) -> dict:

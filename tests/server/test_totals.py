@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.engine.request import Times
 from dflash_jax.engine.statistics import Rounds
-from dflash_jax.server.answers import Totals, ended_totals
+from dflash_jax.server.answers import Totals, drafters, ended_totals
 
 # Yields of blocks of 8.
 ROUNDS = st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers(1, 8)), max_size=3)
@@ -28,6 +28,19 @@ def grow(row, i: int, rounds: list[tuple[str | None, int]], ends: bool) -> None:
         row.request.times = replace(row.request.times, prefilled=3.0 + i, first_token=4.0 + i)
     if ends:
         row.request.times = replace(row.request.times, finished=9.0 + i)
+
+
+def test_the_keys_of_drafters_are_those_of_the_front():
+    """An engine of a cluster may have drafters that the front does not know, or longer drafts."""
+    rounds = Rounds({("other", 3, 2): 5, ("known", 7, 4): 2, (None, 0, 1): 3})
+    assert drafters(rounds, {"known": 3, "idle": 1}) == {
+        "known": {
+            "rounds": 2,
+            "drafted_per_pos": {"0": 2, "1": 2, "2": 2},
+            "accepted_per_pos": {"0": 2, "1": 2, "2": 2},
+        },
+        "idle": {"rounds": 0, "drafted_per_pos": {"0": 0}, "accepted_per_pos": {"0": 0}},
+    }
 
 
 def counted(rows, choices: int) -> dict:
