@@ -306,7 +306,7 @@ def test_a_table_of_all_devices(capsys):
     lines = capsys.readouterr().out.splitlines()
     cells = {line.split()[0]: line for line in lines[3:]}
     assert list(cells) == list(DEVICES)
-    assert cells["h100"].split()[1:] == ["1", "84.9", "GB", "65.0", "GB", "yes", "21", "22,212", "2,684", "13,410", "-"]
+    assert cells["h100"].split()[1:] == ["1", "84.9", "GB", "65.0", "GB", "yes", "21", "22,211", "2,684", "13,410", "-"]
     assert cells["l40s"].endswith("no            8    8,998      -        -  two L40S or --max-len 8192")
     assert max(map(len, lines)) <= 120
     assert main(["qwen3.5-397b-a17b", "--all-devices", "--slots", "4"]) == 1
@@ -341,8 +341,8 @@ def test_pages_in_parts_are_planned(capsys):
     options = ("qwen3.5-397b-a17b-fp8", "--device", "b200", "--devices", "8")
     (_, copied), (_, divided) = planned(capsys, *options), planned(capsys, *options, "-dcp", "4")
     # Keys and values of 15 layers, one KV head of 256 in two bytes; the drafter's, which has no copies; the token and
-    # what its round yielded, and a page's place in each of 21 tables.
-    others = 6 * 2 * 128 * 2 + 8 + 21 * 4 / 256
+    # what its round yielded and verified, and a page's place in each of 21 tables.
+    others = 6 * 2 * 128 * 2 + 12 + 21 * 4 / 256
     found = [plan["bytes_per_device"]["cache_per_token"] for plan in (copied, divided)]
     assert found == pytest.approx([15 * 2 * 256 * 2 + others, 15 * 2 * 256 * 2 / 4 + others])
     assert divided["floor_tokens_per_s"] > copied["floor_tokens_per_s"]
