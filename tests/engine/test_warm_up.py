@@ -125,7 +125,7 @@ def test_ahead_of_time_gives_shapes_and_leaves_the_programs_behind():
     target = tiny.target("da", moe="")
     programs, settings = Executables(target, None), Settings(1, top_logprobs=2)
     slots = np.arange(2, dtype=np.int32)
-    arguments = slots, np.ones(2, np.int32), np.int32(3)
+    arguments = slots, np.ones(2, np.int32), np.int32(3), None, None
     with AheadOfTime(programs, threads=1) as ahead:
         state = ahead.empty(2, CAPACITY, settings)
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))

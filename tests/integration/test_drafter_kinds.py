@@ -152,8 +152,11 @@ def test_a_shortlist_has_tokens_of_its_head_only(plain, draft, tmp_path):
 
 
 def with_head(path, rows: np.ndarray | None, ids: np.ndarray = IDS):
-    """The bundled drafter with a head of the tokens ``ids``, whose rows are ``rows``; None for none in the files."""
-    directory = shutil.copytree(TINY / "draft", path)
+    """The bundled drafter without its selector, with a head of the tokens ``ids``.
+
+    ``rows`` are those of the head; None for none in the files.
+    """
+    directory = without_selector(path)
     raw = json.loads((directory / "config.json").read_text())
     raw["dflash_config"]["draft_vocab_size"] = len(ids)
     (directory / "config.json").write_text(json.dumps(raw))

@@ -7,6 +7,7 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams
 from tests.helpers import load_script
+from tools.bundled_pair import without_selector
 
 SIZE = 8
 
@@ -17,8 +18,8 @@ def draft_ranks():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_leading_first_ranks_are_the_drafts_that_decoding_accepts(draft_ranks, temperature):
-    llm = LLM()
+def test_leading_first_ranks_are_the_drafts_that_decoding_accepts(draft_ranks, temperature, tmp_path):
+    llm = LLM(draft=without_selector(tmp_path / "draft"))
     prompts = [
         llm.encode(text)[:12] for text in ("def clamp(value, low, high):\n", "import os\nimport sys\n\n\nclass A")
     ]

@@ -223,7 +223,8 @@ class Bench:
 
         def decode(s):
             compiled_in = plain if point.block_size == 1 else settings
-            after, report = p.run(steps.decode, s, slots, block_sizes, np.int32(rounds), settings=compiled_in)
+            arguments = slots, block_sizes, np.int32(rounds), None, None
+            after, report = p.run(steps.decode, s, *arguments, settings=compiled_in)
             return report.count, after
 
         def prefill(s):
