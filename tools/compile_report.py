@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import Card
 from tools.xla_text import KERNELS, copied_bytes, shape_key, thunk_kinds, weights_read, written_bytes
@@ -46,7 +47,18 @@ def prepare() -> None:
 
 
 def topology(device: str, count: int) -> list:
-    """The devices that a name stands for, to compile for."""
+    """The devices that a name stands for, to compile for.
+
+    Raises:
+        InputError: There is no compiler for them here.
+    """
+    try:
+        return _topology(device, count)
+    except Exception as e:  # the plugins raise many types: all mean that they are not there
+        raise InputError(f"no compiler for {device} here: {' '.join(str(e).split())[:200]}") from None
+
+
+def _topology(device: str, count: int) -> list:
     from jax.experimental import topologies
 
     if ":" in device:
