@@ -14,10 +14,12 @@ from dflash_jax.engine import model_runner
 from dflash_jax.engine.acceptance import Calibration
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.draft_length import DraftLengthPolicy
+from dflash_jax.engine.model_size import weigh
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.models.packing import unpack_weights
 from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.serving import Serving
 from dflash_jax.training.corpus import standard_library
@@ -149,6 +151,14 @@ def test_predicted_costs_have_the_context_of_the_other_drafter(llm, speculation)
     """However the weights are packed on this machine."""
     predict = llm._new_policy(llm.programs)._predict
     assert predict(1, speculation) > predict(1, speculation._replace(is_alone=True))
+
+
+def test_experts_are_weighed_however_they_are_packed(llm):
+    found = weigh(llm.target, llm.target.layout)
+    plain = weigh(unpack_weights(llm.target), llm.target.layout)
+    # Two bytes an element where the values are those of bfloat16.
+    assert found.expert in (plain.expert, plain.expert / 2)
+    assert found.read(1) < found.read(8)
 
 
 class NotAgain(ReadyMasks):
