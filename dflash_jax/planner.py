@@ -10,6 +10,7 @@ from dflash_jax.engine.config import PREFILL_BYTES, largest_prefill
 from dflash_jax.engine.model_size import Weights, weigh
 
 if TYPE_CHECKING:
+    from dflash_jax.checkpoint.load import Forms
     from dflash_jax.models.config import DraftConfig, ModelConfig
     from dflash_jax.models.decoder import Decoder
     from dflash_jax.models.drafter import Drafter
@@ -132,16 +133,16 @@ class Shapes:
     Attributes:
         target: The target's config.
         draft: The drafter's config; None without a drafter.
-        block: Rows and columns of a block of the target's FP8 scales; None where its checkpoint is not in FP8.
-        draft_block: Likewise, of the drafter's checkpoint.
+        forms: The target's parameters in few bits.
+        draft_forms: Likewise, of the drafter's checkpoint.
         language_model_only: Whether the target's vision tower is left out.
         draft_tokens: Tokens of the list in the drafter's directory; None without one.
     """
 
     target: "ModelConfig"
     draft: "DraftConfig | MtpConfig | None"
-    block: tuple[int, int] | None
-    draft_block: tuple[int, int] | None = None
+    forms: "Forms"
+    draft_forms: "Forms | None" = None
     language_model_only: bool = False
     draft_tokens: int | None = None
 
@@ -163,15 +164,14 @@ def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None
     Raises:
         InputError: A loader would refuse the configs: unknown or unfit models, or a quantisation that is not read.
     """
-    from dflash_jax.checkpoint import fp8
     from dflash_jax.checkpoint.config_files import read_config_file
-    from dflash_jax.checkpoint.load import DRAFT_TOKENS, draft_tensor_names, read_draft_tokens
+    from dflash_jax.checkpoint.load import DRAFT_TOKENS, draft_tensor_names, read_draft_tokens, read_forms
     from dflash_jax.models import families
     from dflash_jax.models.config import DraftConfig
     from dflash_jax.models.families import dflash
 
     raw, config = read_config_file(Path(target), families.read_target, overrides)
-    drafter, draft_block, listed = None, None, None
+    drafter, draft_forms, listed = None, None, None
     if draft is not None:
         of_head = overrides if Path(draft).resolve() == Path(target).resolve() else None
         draft_raw, drafter = read_config_file(Path(draft), families.read_drafter, of_head)
@@ -180,10 +180,11 @@ def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None
             # The rows of a reduced head take the same bytes where they are the target's.
             drafter = replace(drafter, own_head=drafter.own_head or drafter.draft_vocab_size is not None)
         drafter.check_fits(config)
-        draft_block = fp8.read_block(draft_raw, Path(draft))
+        draft_forms = read_forms(Path(draft), draft_raw, drafter, of_head)
         if (file := Path(draft) / DRAFT_TOKENS).exists():
             listed = len(read_draft_tokens(file, config.vocab_size))
-    return Shapes(config, drafter, fp8.read_block(raw, Path(target)), draft_block, draft_tokens=listed)
+    forms = read_forms(Path(target), raw, config, overrides)
+    return Shapes(config, drafter, forms, draft_forms, draft_tokens=listed)
 
 
 @lru_cache(maxsize=64)
@@ -205,8 +206,7 @@ def abstract_pair(
         shapes: The configs of the pair.
         layout: The mesh.
         dtype: Dtype of the weights that are not quantized.
-        quantize: As `load_target` and `load_drafter` take it. All large matrices of an FP8 checkpoint are taken to be
-            in FP8.
+        quantize: As `load_target` and `load_drafter` take it.
         backend: The backend of the device.
     """
     import jax
@@ -221,48 +221,44 @@ def abstract_pair(
     drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
     if drafter is not None:
         of_head = quantize if isinstance(shapes.draft, MtpConfig) else None
-        drafter = _as_loaded(drafter, layout, of_head, shapes.draft_block)
+        drafter = _as_loaded(drafter, layout, of_head, shapes.draft_forms)
         if (count := shapes.shortlist) is not None:
             ids, rows = (count,), (count, shapes.target.hidden_size)
             structs = jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(rows, dtype)
             drafter.vocabulary = jax.eval_shape(partial(DraftVocabulary, backend=backend), *structs)
-    return _as_loaded(target, layout, quantize, shapes.block), drafter
+    return _as_loaded(target, layout, quantize, shapes.forms), drafter
 
 
-def has_eight_bits(quantize: str | None, block: tuple[int, int] | None) -> bool:
-    """Whether large matrices are loaded in eight bits, from FP8 with scales of ``block`` where that is not None."""
-    return quantize in ("int8", "fp8") or (block is not None and quantize is None)
+def has_few_bits(quantize: str | None, forms: "Forms | None") -> bool:
+    """Whether large matrices are loaded in few bits: quantized on loading, or as their checkpoint has them."""
+    return quantize in ("int8", "fp8") or (quantize is None and forms is not None and bool(forms.parameters))
 
 
-def _as_loaded(module, layout: "Layout", quantize: str | None, block: tuple[int, int] | None):
-    """An abstract module with its large matrices as a loader leaves them; arguments as of `has_eight_bits`."""
-    if not has_eight_bits(quantize, block):
+def _as_loaded(module, layout: "Layout", quantize: str | None, forms: "Forms | None"):
+    """An abstract module with its large matrices as a loader leaves them; arguments as of `has_few_bits`."""
+    if not has_few_bits(quantize, forms):
         return module
     import jax
-    import jax.numpy as jnp
 
-    from dflash_jax.checkpoint import fp8
     from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.ops.weights import QuantizedWeight
     from dflash_jax.ops.weights import quantize as quantize_array
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
 
-    def in_eight_bits(leaf) -> QuantizedWeight:
-        if block is None:
-            assert quantize is not None
-            return jax.eval_shape(partial(quantize_array, kind=quantize), leaf)
-        # Scales of published checkpoints are bfloat16.
-        scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], fp8.runs(leaf.shape[-1], block)), jnp.bfloat16)
-        return jax.eval_shape(QuantizedWeight, jax.ShapeDtypeStruct(leaf.shape, jnp.float8_e4m3fn), scale)
-
+    known = dict(forms.parameters if forms else ())
     leaves, structure = jax.tree.flatten(module)
     weights = []
     for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
-        if path.rsplit(".", 1)[-1] not in QUANTIZED:
+        form = known.get(path)
+        if path.rsplit(".", 1)[-1] not in QUANTIZED or (form is None and quantize is None):
             weights.append(leaf)
             continue
+        if form is not None:
+            weight = form.abstract(leaf.shape)
+        else:
+            weight = jax.eval_shape(partial(quantize_array, kind=quantize), leaf)
         parts = parts_of(layout.sizes, spec, leaf.ndim - 1)
-        weights.append(jax.eval_shape(partial(QuantizedWeight.spread, parts=parts), in_eight_bits(leaf)))
+        weights.append(jax.eval_shape(partial(QuantizedWeight.spread, parts=parts), weight))
     return jax.tree.unflatten(structure, weights)
 
 
@@ -317,7 +313,8 @@ def make_plan(
         draft_window_size: The last positions that the drafter sees; None: as its layers do.
 
     Returns:
-        The figures, as one JSON object; bytes are per device. ``max_slots`` are sequences of ``max_len`` tokens that
+        The figures, as one JSON object; bytes are per device. ``not_used`` is what checkpoints in few bits have beside
+        weights, such as scales of activations. ``max_slots`` are sequences of ``max_len`` tokens that
         fit, and ``sequences`` those of ``context`` tokens, which may grow to as many. ``floor_tokens_per_s`` and
         ``floor_tokens_per_s_autoregressive`` are the tokens a second at most, drafted and plain: a round takes no less
         than the time to read its weights and caches. They are None for a device whose bandwidth is not known.
@@ -395,6 +392,7 @@ def make_plan(
         "max_slots": max_batch * layout.data,
         "max_len": min(longest, shapes.target.max_positions),
         "replicated": {name: int(size) for name, size in replicated.items()},
+        "not_used": [text for forms in (shapes.forms, shapes.draft_forms) if forms for text in forms.not_used],
         "sequences": max(0, int(room // (slot.bytes(max_len, context) + rounds))) * layout.data,
         "floor_tokens_per_s": tokens_per_second(window, True) if draft_weights else plain,
         "floor_tokens_per_s_autoregressive": plain,

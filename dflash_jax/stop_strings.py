@@ -170,10 +170,8 @@ def _earliest(compiled: Any, text: str, at: int, start: int) -> tuple[int, int] 
 
 
 def _compiled(expression: str) -> Any:
-    try:
-        import re2
-    except ImportError:
-        raise InputError("stop_regex needs google-re2: pip install google-re2") from None
+    import re2
+
     options = re2.Options()
     options.log_errors, options.never_capture, options.max_mem = False, True, _MOST_MEMORY
     try:

@@ -175,7 +175,7 @@ def test_every_system_is_whole(path):
     system = read_system(path)
     assert {"target", "draft"} <= set(system.options)
     shapes = read_shapes(str(system.shapes["target"]), str(system.shapes["draft"]))
-    assert bool(shapes.block) == path.stem.endswith("fp8")
+    assert bool(shapes.forms.parameters) == path.stem.endswith("fp8")
     if system.meshes:
         assert {"dtype", "max_len"} <= set(system.options)
         assert system.options["block_size"] == "auto"

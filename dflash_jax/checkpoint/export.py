@@ -9,8 +9,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from dflash_jax.checkpoint import fp8, orbax
-from dflash_jax.checkpoint.config_files import read_json
+from dflash_jax.checkpoint import orbax, quantization, quantized
+from dflash_jax.checkpoint.config_files import read_json, read_raw
 from dflash_jax.checkpoint.files import INDEX, new_directory
 from dflash_jax.checkpoint.load import read_entries
 from dflash_jax.errors import InputError
@@ -19,13 +19,16 @@ from dflash_jax.models.families.names import Tensor, whole_tensors
 
 def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, array) of the tensors that a conversion was made from, one parameter at a time."""
-    yield from whole_tensors(_disk_parts(directory))
+    shapes = {name: shape for name, (_, shape) in read_json(directory / orbax.MANIFEST)["tensors"].items()}
+    for name, array in whole_tensors(_disk_parts(directory)):
+        yield name, array.reshape(shapes[name])
 
 
 def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yields the tensors of `disk_tensors`, of some only rows at a time."""
     manifest = read_json(directory / orbax.MANIFEST)
-    entries = {e.path: e for e in read_entries(directory, manifest["tensors"])}
+    tensors, form = orbax.ConvertedTensors(directory), quantization.read(read_raw(directory), directory)
+    entries = {e.path: e for e in read_entries(directory, tensors)}
     for key, record in manifest["records"].items():
         kind, name = key.split(" ", 1)
         arrays = orbax.read_arrays((directory / kind / name).absolute(), list(record["arrays"]))
@@ -33,10 +36,10 @@ def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
             yield Tensor(name, arrays["array"].shape), arrays["array"]
             continue
         entry = entries[name]
-        weights = entry.write(arrays["array"] if "array" in arrays else arrays["values"])
-        yield from zip(entry.tensors, weights, strict=True)
-        if "scale" in arrays:
-            yield from fp8.disk_scales(entry, arrays["scale"], manifest["block"])
+        if "array" in arrays:
+            yield from zip(entry.tensors, entry.write(arrays["array"]), strict=True)
+        else:
+            yield from quantized.write(entry, quantized.stored_of(entry, tensors, form), arrays, tensors)
 
 
 def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:

@@ -1,7 +1,9 @@
 """Loads modules from Hugging Face directories, and saves them."""
 
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dflash_jax import progress
-from dflash_jax.checkpoint import fp8, orbax
-from dflash_jax.checkpoint.config_files import parsed, read_raw
+from dflash_jax.checkpoint import orbax, quantization, quantized
+from dflash_jax.checkpoint.config_files import parsed, read_json, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, Tensors, tensor_names, write_json, write_tensors
 from dflash_jax.checkpoint.parameters import C, Source, cast, check_quantize, read_parameter, spread
 from dflash_jax.errors import InputError
@@ -31,8 +33,30 @@ from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
 
+log = logging.getLogger("dflash_jax")
 # The only token ids that a drafter drafts by default, in its directory.
 DRAFT_TOKENS = "draft_tokens.json"
+
+
+@dataclass(frozen=True)
+class Forms:
+    """What a plan reads of a checkpoint in few bits.
+
+    Attributes:
+        parameters: Paths of the parameters in few bits, each with its form.
+        unused: Its scales of activations, keys and values, which no pass uses.
+        caches: What its configuration says of keys and values, which stay in the model's dtype; None: nothing.
+    """
+
+    parameters: tuple[tuple[str, quantized.Form], ...] = ()
+    unused: tuple[str, ...] = ()
+    caches: str | None = None
+
+    @property
+    def not_used(self) -> list[str]:
+        """In words what the checkpoint has, or asks for, beside weights in few bits."""
+        asked = [f"keys and values as {self.caches}"] if self.caches else []
+        return [*quantized.counted(self.unused), *asked]
 
 
 def _open(
@@ -43,27 +67,29 @@ def _open(
     Raises:
         InputError: Tensors are missing, unexpected or of a wrong shape; its second argument is the list of all of them.
     """
-    block = fp8.read_block(raw, directory)
-    expected = {t.name: t.disk_shape for e in entries for t in e.tensors}
-    tables = [e.tensors[0].name for e in entries if e.path in ("embed", "head") and block and fp8.is_scaled(e, files)]
-    if tables:
-        raise InputError(f"{directory} has {tables[0]!r} in FP8: an embedding or a head is read unquantized only")
-    if block:
-        expected |= {t.name: t.shape for t in fp8.scales(entries, files, block)}
-    problems = [f"missing {n!r} {list(s)}" for n, s in expected.items() if n not in files]
+    form = quantization.read(raw, directory)
+    stored = parsed(lambda _: quantized.all_stored(entries, files, form), raw, directory)
+    plain = {t.name: t.disk_shape for e in entries if e.path not in stored for t in e.tensors}
+    in_few_bits = [part for parts in stored.values() for part in parts]
+    problems = [f"missing {n!r} {list(s)}" for n, s in plain.items() if n not in files]
     problems += [
         f"{n!r} has shape {list(files[n])}, it must be {list(s)}"
-        for n, s in expected.items()
+        for n, s in plain.items()
         if n in files and files[n] != s
     ]
+    problems += dict.fromkeys(problem for part in in_few_bits for problem in part.problems(files))
+    expected = plain.keys() | {name for part in in_few_bits for name in (part.name, *part.companions)}
     skipped = [n for n in files if n not in expected]
-    problems += [f"unexpected {n!r} {list(files[n])}" for n in skipped if not is_skipped(n)]
+    weights = {t.name for e in entries for t in e.tensors}
+    unused = tuple(n for n in skipped if form is not None and quantized.is_unused(n, weights))
+    known = frozenset(unused)
+    problems += [f"unexpected {n!r} {list(files[n])}" for n in skipped if n not in known and not is_skipped(n)]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise InputError(
             f"{directory} does not fit its config.json, {len(problems)} tensors are wrong: {shown}", problems
         )
-    return Source(config, entries, files, skipped, block)
+    return Source(config, entries, files, skipped, stored, unused)
 
 
 def fill(
@@ -90,6 +116,8 @@ def fill(
     by_path, mesh = {e.path: e for e in source.entries}, layout.mesh()
     if missing := [path for path in parameter_paths(module) if path not in by_path and path not in given]:
         raise InputError(f"the table of weight names lacks {len(missing)} parameters of the model, first {missing[0]}")
+    if source.unused:
+        log.info("not used, since only weights are in few bits: %s", ", ".join(quantized.counted(source.unused)))
     leaves, structure = jax.tree.flatten(module)
     arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:
@@ -130,7 +158,7 @@ def read_draft_config(directory: Path, overrides: dict | None = None) -> DraftCo
 
 def draft_tensor_names(directory: Path) -> Collection[str]:
     """The tensors of a drafter's directory: Hugging Face's, or one of `orbax.convert`."""
-    return orbax.tensor_names(directory) if orbax.is_orbax(directory) else tensor_names(directory)
+    return quantized.plain_names((orbax.tensor_names if orbax.is_orbax(directory) else tensor_names)(directory))
 
 
 def open_target(directory: str | Path, overrides: dict | None = None) -> Source[ModelConfig]:
@@ -143,9 +171,9 @@ def open_target(directory: str | Path, overrides: dict | None = None) -> Source[
     raw, config = read_raw(directory, overrides), read_target_config(directory, overrides)
     family, files = families.target_family(raw), TensorFiles(directory)
     # Some checkpoints carry the head that they tie to the embedding.
-    tied = {"lm_head.weight"} if config.tied_embeddings else ()
-    entries = family.weight_names(config, files)
-    return _open(directory, raw, config, entries, files, lambda name: name in tied or family.is_skipped(name))
+    tied = ("lm_head.weight", "lm_head.input_") if config.tied_embeddings else ()
+    entries = family.weight_names(config, quantized.plain_names(files))
+    return _open(directory, raw, config, entries, files, lambda name: name.startswith(tied) or family.is_skipped(name))
 
 
 def check_target(directory: str | Path, overrides: dict | None = None) -> ModelConfig:
@@ -268,7 +296,7 @@ def open_drafter(
     if isinstance(config, MtpConfig):
         return _open_head(directory, raw, config)
     files = TensorFiles(directory)
-    entries = dflash.weight_names(config, files)
+    entries = dflash.weight_names(config, quantized.plain_names(files))
     return _open(directory, raw, config, entries, files, lambda name: dflash.is_skipped(config, name, files.read))
 
 
@@ -325,7 +353,7 @@ def _are_equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 def read_entries(directory: Path, names) -> list[Entry]:
     """The table of parameters for the checkpoint in ``directory``, which has the tensors ``names``."""
-    raw = read_raw(directory)
+    raw, names = read_raw(directory), quantized.plain_names(names)
     if parsed(dflash.is_drafter, raw, directory):
         config = read_draft_config(directory)
         assert isinstance(config, DraftConfig)
@@ -341,6 +369,47 @@ def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Deco
         return source, abstract_drafter(source.config, layout=layout)
     source = open_target(directory)
     return source, abstract_decoder(source.config, layout=layout)
+
+
+def read_forms(
+    directory: Path, raw: dict, config: ModelConfig | DraftConfig | MtpConfig, overrides: dict | None = None
+) -> Forms:
+    """What the parameters of a checkpoint in few bits take: of its tensors, or, where it has no files, of its config.
+
+    Args:
+        directory: The checkpoint's directory, or a ``config.json``.
+        raw: Its ``config.json``.
+        config: What it says.
+        overrides: As in `load_target`.
+
+    Raises:
+        InputError: A loader would refuse it.
+    """
+    form = quantization.read(raw, directory)
+    if form is None:
+        return Forms()
+    if directory.is_dir() and any(directory.glob("*.safetensors")):
+        source = (open_target if isinstance(config, ModelConfig) else open_drafter)(directory, overrides=overrides)
+        stored, files, unused = source.stored, source.files, source.unused
+    elif directory.is_dir() and orbax.is_orbax(directory):
+        if read_json(directory / orbax.MANIFEST)["quantize"] == "none":
+            return Forms()
+        files = orbax.ConvertedTensors(directory)
+        entries = _table(raw, config)(config, quantized.plain_names(files))
+        stored = parsed(lambda _: quantized.all_stored(entries, files, form), raw, directory)
+        weights = {t.name for e in entries for t in e.tensors}
+        unused = tuple(name for name in files if quantized.is_unused(name, weights))
+    else:
+        claims = ((e.path, quantized.claimed_form(e, form)) for e in _table(raw, config)(config))
+        return Forms(tuple((path, claim) for path, claim in claims if claim), caches=form.caches)
+    return Forms(tuple((path, quantized.form(parts, files)) for path, parts in stored.items()), unused, form.caches)
+
+
+def _table(raw: dict, config: ModelConfig | DraftConfig | MtpConfig) -> Callable[..., list[Entry]]:
+    """The function for the table of weight names."""
+    if isinstance(config, MtpConfig):
+        return mtp.weight_names
+    return dflash.weight_names if isinstance(config, DraftConfig) else families.target_family(raw).weight_names
 
 
 def read_draft_tokens(path: Path, vocab: int) -> np.ndarray:

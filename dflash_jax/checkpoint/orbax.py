@@ -1,10 +1,10 @@
 """Checkpoints as sharded Orbax, written a parameter at a time and resumable.
 
-A directory holds ``parameters/PATH`` for each parameter (values and scale of a `QuantizedWeight`; the scales are those
-of `parameters.finished`, so that every mesh reads them), ``extra/NAME`` for each tensor that the text model does not
-run, those of a vision tower among them, ``records/`` of what is written and verified, and unchanged copies of config,
-tokenizer and chat template. ``manifest.json`` comes last: a directory without it is an unfinished conversion and is
-refused.
+A directory holds ``parameters/PATH`` for each parameter (of one in few bits the arrays of `quantized.read`, or values
+and scale of what was quantized on the way, so that every mesh reads them), ``extra/NAME`` for each tensor that the text
+model does not run, those of a vision tower among them, ``records/`` of what is written and verified, and unchanged
+copies of config, tokenizer and chat template. ``manifest.json`` comes last: a directory without it is an unfinished
+conversion and is refused.
 """
 
 import hashlib
@@ -18,9 +18,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
+from dflash_jax.checkpoint import quantized
 from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import Tensors, write_json
-from dflash_jax.checkpoint.parameters import Source, array_shardings, finished, read_parameter, spread
+from dflash_jax.checkpoint.parameters import (
+    Source,
+    array_shardings,
+    arrays_of,
+    finished,
+    placed,
+    read_parameter,
+    spread,
+)
 from dflash_jax.errors import InputError
 from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
@@ -201,7 +210,10 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
             source.files.release()
         else:
             sharding = NamedSharding(mesh, specs[name])
-            arrays = _tree(read_parameter(entries[name], source, options["dtype"], options["quantize"], sharding))
+            if options["quantize"] is None:
+                arrays = placed(arrays_of(entries[name], source, options["dtype"]), sharding, len(entries[name].shape))
+            else:
+                arrays = _tree(read_parameter(entries[name], source, options["dtype"], options["quantize"], sharding))
             jax.block_until_ready(arrays)
             source.files.release()
             conversion.write(kind, name, arrays)
@@ -210,7 +222,7 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
             if not path.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(path, target / path.name)
     tensors = {n: [source.files.dtype(n), list(source.files[n])] for n in source.files}
-    conversion.finish({"tensors": tensors, "block": source.block})
+    conversion.finish({"tensors": tensors})
 
 
 def tensor_names(directory: Path) -> Collection[str]:
@@ -218,23 +230,18 @@ def tensor_names(directory: Path) -> Collection[str]:
     return read_json(directory / MANIFEST)["tensors"]
 
 
-class ExtraTensors(Tensors):
-    """The tensors of a conversion that the text model does not run, as they were in the checkpoint.
+class ConvertedTensors(Tensors):
+    """The tensors of the checkpoint that was converted, with their shapes and dtypes.
 
     Args:
         directory: The conversion.
-        parameters: Further tensors, each with the parameter that it is whole; those that are not there are left out.
 
     Raises:
         InputError: The manifest cannot be read.
     """
 
-    def __init__(self, directory: Path, parameters: Mapping[str, str] | None = None):
-        manifest = read_json(directory / MANIFEST)
-        items = {n: ("extra", n) for n in manifest["tensors"]}
-        items |= {n: ("parameters", path) for n, path in (parameters or {}).items()}
-        self._tensors = {n: t for n, t in manifest["tensors"].items() if " ".join(items[n]) in manifest["records"]}
-        self._paths = {n: (directory / items[n][0] / items[n][1]).absolute() for n in self._tensors}
+    def __init__(self, directory: Path):
+        self._tensors: dict[str, list] = dict(read_json(directory / MANIFEST)["tensors"])
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name][1])
@@ -248,6 +255,30 @@ class ExtraTensors(Tensors):
     def dtype(self, name: str) -> str:
         """See `Tensors`."""
         return self._tensors[name][0]
+
+    def read(self, name: str) -> np.ndarray:
+        """See `Tensors`."""
+        raise AssertionError(f"{name} is in no item of its own")
+
+
+class ExtraTensors(ConvertedTensors):
+    """The tensors of a conversion that the text model does not run, as they were in the checkpoint.
+
+    Args:
+        directory: The conversion.
+        parameters: Further tensors, each with the parameter that it is whole; those that are not there are left out.
+
+    Raises:
+        InputError: The manifest cannot be read.
+    """
+
+    def __init__(self, directory: Path, parameters: Mapping[str, str] | None = None):
+        super().__init__(directory)
+        records = read_json(directory / MANIFEST)["records"]
+        items = {n: ("extra", n) for n in self._tensors}
+        items |= {n: ("parameters", path) for n, path in (parameters or {}).items()}
+        self._tensors = {n: t for n, t in self._tensors.items() if " ".join(items[n]) in records}
+        self._paths = {n: (directory / items[n][0] / items[n][1]).absolute() for n in self._tensors}
 
     def read(self, name: str) -> np.ndarray:
         """See `Tensors`."""
@@ -278,6 +309,9 @@ def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
             raise InputError(f"{directory} does not fit its config.json: {path} has shape {shape}, not {leaf.shape}")
         sharding = NamedSharding(mesh, spec)
         where, names = (directory / "parameters" / path).absolute(), list(record["arrays"])
-        arrays = read_arrays(where, names, array_shardings(names, sharding, leaf.ndim))
+        if quantized.is_coded(names):
+            arrays = placed(quantized.decoded(read_arrays(where, names)), sharding, leaf.ndim)
+        else:
+            arrays = read_arrays(where, names, array_shardings(names, sharding, leaf.ndim))
         parameters.append(spread(finished(arrays, dtype, path, quantize, sharding), sharding))
     return jax.tree.unflatten(structure, parameters)

@@ -1,7 +1,7 @@
 """One parameter from its tensors on disk to its devices."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.checkpoint import fp8
+from dflash_jax.checkpoint import quantized
 from dflash_jax.checkpoint.files import Tensors
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
@@ -20,7 +20,7 @@ from dflash_jax.ops.weights import quantize as quantize_array
 from dflash_jax.parallel.sharding import parts_of, place
 
 QUANTIZE = ("none", "int8", "fp8")
-# Parameters that loading quantizes: the large matrices.
+# Parameters that loading quantizes, and that stay in few bits: the large matrices.
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
 
 
@@ -43,14 +43,16 @@ class Source(Generic[C]):
         entries: Its parameters.
         files: Its tensors.
         skipped: Tensors that the model does not use.
-        block: Rows and columns of a block of FP8 scales; None without FP8.
+        stored: Path → how the tensors of a parameter are stored, of those in few bits.
+        unused: Of ``skipped``, scales of activations, keys and values.
     """
 
     config: C
     entries: list[Entry]
     files: Tensors
     skipped: list[str]
-    block: tuple[int, int] | None
+    stored: dict[str, tuple[quantized.Stored, ...]] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
 
 def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sharding: NamedSharding):
@@ -66,20 +68,33 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
     Returns:
         What `finished` returns.
     """
+    arrays = arrays_of(entry, source, dtype)
+    if quantized.is_coded(arrays):
+        arrays = quantized.decoded(arrays)
+    return finished(placed(arrays, sharding, len(entry.shape)), dtype, entry.path, quantize, sharding)
+
+
+def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, np.ndarray]:
+    """Reads the arrays of one parameter as a checkpoint has them; arguments as of `read_parameter`.
+
+    Returns:
+        "array", or what `quantized.read` returns.
+    """
     files = source.files
+    if parts := source.stored.get(entry.path):
+        return quantized.read(entry, parts, files)
     given = [t.of(files.read(t.name)) for t in entry.tensors]
     for tensor, part in zip(entry.tensors, given, strict=True):
-        if part.dtype.kind == "b" or (part.dtype.kind == "i") != entry.is_integer:
+        if part.dtype.kind in "bu" or (part.dtype.kind == "i") != entry.is_integer:
             right = "whole numbers" if entry.is_integer else "floating-point numbers"
             raise InputError(f"tensor {tensor.name!r} has dtype {files.dtype(tensor.name)}: it must have {right}")
-    array = entry.read(given)
-    if source.block and fp8.is_scaled(entry, files):
-        arrays = {"values": array, "scale": fp8.read_scale(entry, files, source.block)}
-    else:
-        arrays = {"array": cast(array, dtype)}
-    shardings = array_shardings(arrays, sharding, len(entry.shape))
-    placed = {name: place(array, shardings[name]) for name, array in arrays.items()}
-    return finished(placed, dtype, entry.path, quantize, sharding)
+    return {"array": cast(entry.read(given), dtype)}
+
+
+def placed(arrays: Mapping[str, np.ndarray], sharding: NamedSharding, ndim: int) -> dict[str, jax.Array]:
+    """The arrays of one parameter on its devices; arguments as of `array_shardings`."""
+    shardings = array_shardings(arrays, sharding, ndim)
+    return {name: place(array, shardings[name]) for name, array in arrays.items()}
 
 
 def cast(array: A, dtype) -> A:
@@ -91,13 +106,13 @@ def array_shardings(names: Iterable[str], sharding: NamedSharding, ndim: int) ->
     """The shardings of a parameter's arrays as a checkpoint has them.
 
     Args:
-        names: "array", or "values" and "scale".
+        names: "array", or those of `quantized.read`.
         sharding: The parameter's sharding.
         ndim: How many axes the parameter has.
     """
     # Runs of the last axis belong to the checkpoint, and need not divide as the values do.
     of_scale = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: ndim - 1]))
-    return {name: of_scale if name == "scale" else sharding for name in names}
+    return {name: sharding if name in ("array", "values") else of_scale for name in names}
 
 
 def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | None, sharding: NamedSharding):
@@ -112,15 +127,17 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
 
     Returns:
         An array, or a `QuantizedWeight` whose scales are the checkpoint's, or one for each row: the same on every mesh.
+        Of a checkpoint in few bits only `QUANTIZED` stay so.
     """
+    is_large = path.rsplit(".", 1)[-1] in QUANTIZED
     if "values" in arrays:
         weight = QuantizedWeight(**arrays)
-        if quantize != "none":
+        if is_large and quantize != "none":
             return weight
         dense = jax.jit(_multiplied, static_argnums=1, out_shardings=sharding)
         return dense(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
     array = cast(arrays["array"], dtype)
-    if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:
+    if quantize in ("int8", "fp8") and is_large:
         shardings = array_shardings(("values", "scale"), sharding, array.ndim)
         return QuantizedWeight(**jax.jit(_quantized, static_argnums=1, out_shardings=shardings)(array, quantize))
     return array

@@ -100,6 +100,8 @@ def describe(plan: dict, request: Request, fitting: list[Change], drafters: list
         *([would_fit(fitting)] if not plan["fits"] else []),
         f"pages are given as tokens come: {slots(plan['sequences'])} fit while each has {request.context:,} tokens",
     ]
+    if plan["not_used"]:
+        lines.append(f"not used, since only weights are in few bits: {', '.join(plan['not_used'])}")
     if len(drafters) > 1:
         lines.append(f"published drafters, for --draft: {', '.join(drafters)}")
     big = {k: v for k, v in plan["replicated"].items() if v >= 1e6}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import DEVICES, Device
-from dflash_jax.planner import Shapes, has_eight_bits, make_plan
+from dflash_jax.planner import Shapes, has_few_bits, make_plan
 
 if TYPE_CHECKING:
     from dflash_jax.parallel.sharding import Layout
@@ -108,7 +108,7 @@ def _change(request: Request, *options: str, text: str | None = None, **fields) 
 
 def in_eight_bits(request: Request) -> Change | None:
     """FP8 for the target's large matrices; None where they have eight bits."""
-    if has_eight_bits(request.quantize, request.shapes.block):
+    if has_few_bits(request.quantize, request.shapes.forms):
         return None
     return _change(request, "--quantize", "fp8", text="FP8", quantize="fp8")
 

@@ -135,7 +135,7 @@ def test_config_asks_for_what_is_not_known(changes, parts, target_dir):
     [
         ({"quant_method": "awq", "bits": 4}, "awq"),
         ("gptq", "gptq"),
-        ({"quant_method": "fp8"}, "weight_block_size None"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "quant_algo is 'MXFP8'"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "[128, 0]"),
     ],
 )

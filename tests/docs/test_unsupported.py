@@ -34,7 +34,12 @@ REQUESTS = (
     ("/v1/completions", {"prompt": "x", "n": 32}),
     ("/v1/completions", {"prompt": "x", "frobnicate": 1}),
 )
-QUANTIZED = ("awq", "gptq", "modelopt", "compressed-tensors", "bitsandbytes", "mxfp4")
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+QUANTIZED = (
+    *({"quant_method": method, "bits": 4} for method in ("awq", "gptq", "bitsandbytes", "mxfp4")),
+    {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"},
+    {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}}},
+)
 OTHER_DRAFTERS = ("lilicorr", "xpress", "domino")
 
 
@@ -61,14 +66,9 @@ def check_message(tmp_path, load) -> None:
     assert f"`{shown}`" in [cells[1] for cells in rows("Checkpoints")]
 
 
-@pytest.mark.parametrize("method", QUANTIZED)
-def test_a_checkpoint_in_another_quantisation(tmp_path, method):
-    directory = changed(tmp_path, "target", quantization_config={"quant_method": method, "bits": 4})
-    check_message(tmp_path, lambda: LLM(directory))
-
-
-def test_fp8_checkpoint_without_block_sizes_is_refused(tmp_path):
-    directory = changed(tmp_path, "target", quantization_config={"quant_method": "fp8"})
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_a_checkpoint_in_another_quantisation(tmp_path, quantization):
+    directory = changed(tmp_path, "target", quantization_config=quantization)
     check_message(tmp_path, lambda: LLM(directory))
 
 

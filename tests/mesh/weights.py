@@ -26,6 +26,7 @@ from dflash_jax.ops.weights import FEW_TOKENS, QuantizedWeight, is_weight
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, spec
 from dflash_jax.planner import make_plan, read_shapes
+from tests import few_bits
 from tests.checkpoint import test_draft_layouts as draft_layouts
 from tests.checkpoint.conftest import DRAFT_JSON, TARGET_JSON
 from tests.helpers import random_decoder, random_drafter, random_head
@@ -72,6 +73,8 @@ FORMS = [
     ("float32", "int8"),
     ("float32", "fp8"),
     ("fp8", "int8"),
+    *((form, None) for form in few_bits.FORMS),
+    ("mixed", "none"),
 ]
 KINDS = ("target", "head", "drafter")
 
@@ -87,6 +90,11 @@ def modules() -> dict:
     }
 
 
+def is_in_few_bits(entry, form: str) -> bool:
+    """Whether a parameter of a checkpoint of ``form`` is in few bits: large matrices, and the head of a mixed one."""
+    return entry.path.rsplit(".", 1)[-1] in QUANTIZED or (form == "mixed" and entry.path == "head")
+
+
 def in_blocks(weight: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """float8 values [O, I], bfloat16 factors of their blocks, and the float32 product."""
     values, grid = weight.astype(ml_dtypes.float8_e4m3fn), [-(-n // BLOCK) for n in weight.shape]
@@ -99,7 +107,7 @@ def in_blocks(weight: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray, np.ndarr
 def sources(tmp_path_factory):
     """(dtype, kind) → (directory, the parameters in float32 by path)."""
     path, found = tmp_path_factory.mktemp("sources"), {}
-    for dtype in ("float32", "bfloat16", "fp8"):
+    for dtype in ("float32", "bfloat16", "fp8", *few_bits.FORMS):
         rng = np.random.default_rng(0)
         tensors: dict[str, dict] = {"target": {}, "draft": {}}
         for kind, (module, entries) in modules().items():
@@ -111,6 +119,14 @@ def sources(tmp_path_factory):
                 if dtype == "fp8" and entry.path.rsplit(".", 1)[-1] in QUANTIZED:
                     for name, part in parts.items():
                         tensors[folder][name], tensors[folder][f"{name}_scale_inv"], parts[name] = in_blocks(part, rng)
+                elif dtype in few_bits.FORMS and is_in_few_bits(entry, dtype):
+                    for name, part in parts.items():
+                        found_part = few_bits.stored(dtype, name, part, rng)
+                        if found_part is None:
+                            tensors[folder][name] = part
+                        else:
+                            more, parts[name] = found_part
+                            tensors[folder] |= more
                 elif entry.path != "final_norm.weight":
                     stored = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
                     tensors[folder] |= {name: part.astype(stored) for name, part in parts.items()}
@@ -124,6 +140,10 @@ def sources(tmp_path_factory):
             directory.mkdir(parents=True)
             if dtype == "fp8":
                 raw = raw | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
+            if dtype in few_bits.FORMS:
+                raw = raw | {"quantization_config": few_bits.config(dtype)}
+            if dtype == "mixed":
+                tensors[folder] |= few_bits.unused(tensors[folder])
             (directory / "config.json").write_text(json.dumps(raw))
             save_file(tensors[folder], directory / "model.safetensors")
     return found
@@ -255,7 +275,12 @@ def test_what_is_quantised_for_one_mesh_is_read_on_every_mesh(sources, conversio
 def test_scales_go_from_any_mesh_to_any_other_and_back(sources, conversion, tmp_path, monkeypatch, is_old):
     """An older conversion has its scales as the mesh's shards needed them."""
     if is_old:
-        monkeypatch.setattr(orbax, "read_parameter", lambda *args: spread(parameters.read_parameter(*args), args[-1]))
+
+        def spread_over_mesh(arrays, sharding, ndim):
+            found = parameters.placed(arrays, sharding, ndim)
+            return vars(spread(QuantizedWeight(**found), sharding)) if "values" in found else found
+
+        monkeypatch.setattr(orbax, "placed", spread_over_mesh)
     directory = conversion("fp8", "target", None, Layout(expert=4, tensor=2) if is_old else Layout(tensor=8))
     (runs,) = {
         record["arrays"]["scale"][1][-1]
@@ -277,7 +302,11 @@ def test_scales_go_from_any_mesh_to_any_other_and_back(sources, conversion, tmp_
 
 @pytest.mark.parametrize(
     ("dtype", "quantize", "layout", "tokens"),
-    [("float32", "int8", Layout(tensor=8), FEW_TOKENS + 20), ("fp8", None, Layout(2, 2, 2), 20)],
+    [
+        ("float32", "int8", Layout(tensor=8), FEW_TOKENS + 20),
+        ("fp8", None, Layout(2, 2, 2), 20),
+        ("nvfp4 compressed", None, Layout(2, 2, 2), 20),
+    ],
 )
 def test_products_of_spread_scales_are_those_of_the_whole_weight(sources, dtype, quantize, layout, tokens):
     """Parts of a row have copies of its scale, and their products are summed over devices."""
@@ -325,7 +354,7 @@ REFUSED = [
     ({}, Layout(tensor=2, decode_context_parallel=2), "fp8"),
     ({}, Layout(), "int4"),
     ({"quant_method": "awq"}, Layout(tensor=2), None),
-    ({"quant_method": "fp8"}, Layout(), None),
+    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, Layout(), None),
     ({"quant_method": "fp8", "weight_block_size": [BLOCK, 0]}, Layout(), "int8"),
 ]
 

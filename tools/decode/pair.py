@@ -152,7 +152,7 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
 
         return weight_bytes / layout.tensor / layout.expert + max(map(rows, points))
 
-    for kind in (quantize,) if quantize or shapes.block else (None, "fp8"):
+    for kind in (quantize,) if quantize or shapes.forms.parameters else (None, "fp8"):
         if needs(shapes, kind) <= USABLE * memory:
             return shapes, kind, "" if kind == quantize else "held in FP8: bfloat16 does not fit"
     for count in range(num_layers - num_layers % step, 0, -step):
@@ -186,7 +186,7 @@ def parameters(args) -> int:
 
 def in_fp8(args, points: list[Point]) -> list[Point]:
     """The same points with weights in FP8, unless the checkpoint's are."""
-    return [] if shapes_of(args).block else [replace(p, quantize="fp8") for p in points]
+    return [] if shapes_of(args).forms.parameters else [replace(p, quantize="fp8") for p in points]
 
 
 def _fitting(args, points: list[Point]) -> tuple:

@@ -1,0 +1,108 @@
+"""Random weights in few bits as checkpoints have them, and what they stand for by the formulas of the formats alone."""
+
+import ml_dtypes
+import numpy as np
+
+FLOAT8 = ml_dtypes.float8_e4m3fn
+BLOCK = 32
+# As compressed-tensors and ModelOpt name them; "mixed" is NVIDIA's MIXED_PRECISION.
+FP8 = ("fp8 tensor", "fp8 channel", "fp8 block", "fp8 modelopt")
+FORMS = (*FP8, "nvfp4 modelopt", "nvfp4 compressed", "mixed")
+
+
+def of_e2m1(codes: np.ndarray) -> np.ndarray:
+    """float32 values of four-bit codes: a sign, two bits of exponent, one of mantissa."""
+    sign, exponent, mantissa = np.where(codes & 8, -1.0, 1.0), (codes >> 1) & 3, (codes & 1) / 2
+    return (sign * np.where(exponent == 0, mantissa, (1 + mantissa) * 2.0 ** (exponent - 1.0))).astype(np.float32)
+
+
+def of_e4m3(array: np.ndarray) -> np.ndarray:
+    """float32 values of float8 numbers: a sign, four bits of exponent, three of mantissa."""
+    bits = array.view(np.uint8).astype(np.int32)
+    sign, exponent, mantissa = np.where(bits & 128, -1.0, 1.0), (bits >> 3) & 15, (bits & 7) / 8
+    size = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7.0))
+    return (sign * size).astype(np.float32)
+
+
+def unpacked(packed: np.ndarray) -> np.ndarray:
+    """float32 [..., I] of bytes [..., I/2]: the low half is the even input."""
+    values = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.float32)
+    values[..., ::2], values[..., 1::2] = of_e2m1(packed & 15), of_e2m1(packed >> 4)
+    return values
+
+
+def fp8(name: str, weight: np.ndarray, rng, kind: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The tensors of a weight [..., O, I] in FP8 with scales of a "tensor", "channel", "block" or "modelopt"."""
+    *lead, rows, columns = weight.shape
+    values = (weight * 50).astype(FLOAT8)
+    grid = {"channel": (rows, 1), "block": (-(-rows // BLOCK), -(-columns // BLOCK))}.get(kind, (1, 1))
+    dtype = np.float32 if kind == "modelopt" else ml_dtypes.bfloat16
+    scale = rng.uniform(0.01, 0.03, (*lead, *grid)).astype(dtype)
+    sizes = (-(-rows // grid[0]), -(-columns // grid[1])) if kind != "block" else (BLOCK, BLOCK)
+    spread = scale.astype(np.float32).repeat(sizes[0], -2)[..., :rows, :].repeat(sizes[1], -1)[..., :columns]
+    on_disk = {"modelopt": tuple(lead), "tensor": (*lead, 1)}.get(kind, scale.shape)
+    return {name: values, f"{name}_scale": scale.reshape(on_disk)}, of_e4m3(values) * spread
+
+
+def nvfp4(name: str, weight: np.ndarray, rng, kind: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The tensors of random codes in the shape of a weight [..., O, I], "modelopt" or "compressed"."""
+    *lead, rows, columns = weight.shape
+    packed = rng.integers(0, 256, (*lead, rows, columns // 2), np.uint8)
+    scale = rng.uniform(0.25, 4, (*lead, rows, columns // 16)).astype(FLOAT8)
+    whole = rng.uniform(0.005, 0.02, tuple(lead)).astype(np.float32)
+    each = of_e4m3(scale)
+    if kind == "modelopt":
+        tensors = {name: packed, f"{name}_scale": scale, f"{name}_scale_2": np.asarray(whole)}
+        each = each * np.asarray(whole)[..., None, None]
+    else:
+        whole = (np.float32(1) / np.asarray(whole)).reshape(*lead, 1)
+        tensors = {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_global_scale": whole}
+        each = each / whole[..., None]
+    return tensors, unpacked(packed) * each.repeat(16, -1)
+
+
+def stored(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, np.ndarray], np.ndarray] | None:
+    """The tensors of a weight in a checkpoint of ``form``, and what they stand for; None: it stays as it is."""
+    kind = form.split()[-1]
+    if form == "mixed":
+        if name.startswith("mtp."):
+            return None
+        is_four = ".mlp." in name or name.startswith("lm_head")
+        form, kind = ("nvfp4", "modelopt") if is_four else ("fp8", "modelopt")
+    if form.startswith("fp8"):
+        return fp8(name, weight, rng, kind)
+    return None if weight.shape[-1] % 16 else nvfp4(name, weight, rng, kind)
+
+
+def unused(names) -> dict[str, np.ndarray]:
+    """Scales of activations, keys and values beside the tensors ``names`` of a mixed checkpoint."""
+    inputs = [n for n in names if n.endswith(".weight_scale")]
+    caches = [n for n in names if n.endswith(("k_proj.weight", "v_proj.weight"))]
+    one = np.ones((), np.float32)
+    return {f"{n.removesuffix('weight_scale')}input_scale": one for n in inputs} | {
+        f"{n.removesuffix('weight')}{n.split('.')[-2][0]}_scale": one for n in caches
+    }
+
+
+def config(form: str, layers: int = 2) -> dict:
+    """``quantization_config``."""
+    if form in ("fp8 modelopt", "nvfp4 modelopt"):
+        algorithm = form.split()[0].upper()
+        return {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16, "ignore": ["lm_head", "*gate"]}
+    if form == "mixed":
+        four, eight = {"quant_algo": "W4A16_NVFP4", "group_size": 16}, {"quant_algo": "FP8"}
+        named: dict[str, dict] = {"lm_head": four}
+        for at in (f"{prefix}layers.{i}." for prefix in ("model.language_model.", "") for i in range(layers)):
+            named |= {f"{at}mlp": four, f"{at}self_attn": eight, f"{at}linear_attn": eight}
+        extra = {"quantized_layers": named, "ignore": ["mtp*", "mtp.layers.0*"]}
+        # Contradicts what the layers say, as NVIDIA's do.
+        groups = {"group_0": {"input_activations": {"num_bits": 4}, "weights": {"num_bits": 4}, "targets": ["Linear"]}}
+        return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "config_groups": groups, **extra}
+    weights: dict = {"num_bits": 8, "type": "float", "strategy": form.split()[-1], "symmetric": True}
+    if form == "fp8 block":
+        weights["block_structure"] = [BLOCK, BLOCK]
+    if form == "nvfp4 compressed":
+        weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    ignore = ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:visual.*"]
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ignore}
