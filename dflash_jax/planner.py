@@ -256,6 +256,7 @@ def _as_loaded(module, layout: "Layout", quantize: str | None, forms: "Forms | N
         if form is not None:
             weight = form.abstract(leaf.shape)
         else:
+            assert quantize is not None
             weight = jax.eval_shape(partial(quantize_array, kind=quantize), leaf)
         parts = parts_of(layout.sizes, spec, leaf.ndim - 1)
         weights.append(jax.eval_shape(partial(QuantizedWeight.spread, parts=parts), weight))

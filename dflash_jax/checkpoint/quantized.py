@@ -162,15 +162,15 @@ def stored_of(entry: Entry, files: Tensors, quantization: Quantization | None) -
     if quantization is None or entry.is_integer:
         return ()
     found = [stored(t, files, quantization) for t in entry.tensors]
-    kinds = {None if s is None else (s.kind, *s.scales) for s in found}
-    if len(kinds) > 1:
-        one, other = next(s for s in found if s), next((s for s in found if s and s.kind != found[0].kind), None)
-        rest = f"some in {other.kind}" if None not in kinds and other else "some are not"
+    parts = tuple(s for s in found if s is not None)
+    forms = sorted({f"{part.kind} ({', '.join(part.scales)})" for part in parts})
+    if len(forms) > 1 or 0 < len(parts) < len(found):
+        rest = f"some in {forms[1]}" if len(forms) > 1 else "some are not"
         raise InputError(
-            f"some tensors of {entry.path} are in {one.kind} and {rest}, first {entry.tensors[0].name!r}: they must be "
+            f"some tensors of {entry.path} are in {forms[0]} and {rest}, first {entry.tensors[0].name!r}: they must be "
             f"alike"
         )
-    return tuple(s for s in found if s is not None)
+    return parts
 
 
 def all_stored(

@@ -296,7 +296,7 @@ def test_half_a_parameter_in_another_form(copied):
     path = copied("mixed")
     z = "model.layers.0.linear_attn.in_proj_z.weight"
     change(path, {z: TensorFiles(path).read(z).astype(np.float32), f"{z}_scale": None})
-    refused(path, "some tensors of layers.0.mixer.qkvz are in FP8 and some are not")
+    refused(path, "some tensors of layers.0.mixer.qkvz are in FP8 (scale) and some are not")
 
 
 # The configuration.
