@@ -277,6 +277,12 @@ def without_divisor(arrays: dict[str, np.ndarray], is_exact: bool) -> dict[str, 
     return rest | {"scale": arrays["scale"].astype(np.float32) / arrays["divisor"]}
 
 
+def as_compressed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of a `QuantizedWeight`, by their names, as compressed-tensors has them: a factor is a divisor."""
+    rest = {name: array for name, array in arrays.items() if name != "factor"}
+    return rest | {"divisor": 1 / arrays["factor"]} if "factor" in arrays else rest
+
+
 def write(
     entry: Entry, parts: Sequence[Stored], arrays: dict[str, np.ndarray], files: Tensors
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
