@@ -323,10 +323,10 @@ def _has_order(weights: dict, key: str) -> bool:
     return order in (True, "group", "dynamic")
 
 
-def _group(key: str, value: Any) -> int:
+def _group(key: str, value: Any, otherwise: str = "") -> int:
     """The inputs that share a scale."""
     if type(value) is not int or not 0 < value <= LIMIT:
-        raise InputError(f"{key} is {shown(value)}: it must be a number of inputs")
+        raise InputError(f"{key} is {shown(value)}: it must be a number of inputs{otherwise}")
     return value
 
 
@@ -341,7 +341,7 @@ def _of_integers(raw: Mapping[str, Any], packing: str, is_symmetric: bool) -> Cl
     known = (4,) if packing == AWQ else tuple(INTEGERS)
     if type(bits) is not int or bits not in known:
         raise InputError(f"bits is {shown(bits)}: {' and '.join(map(str, known))} are read here")
-    block = None if type(group) is int and group == -1 else (1, _group("group_size (-1: a whole row)", group))
+    block = None if type(group) is int and group == -1 else (1, _group("group_size", group, ", or -1 for a whole row"))
     has_order = flag("desc_act", _first(raw, "desc_act", False))
     return Claim(INTEGERS[bits], block, packing, is_symmetric, has_order)
 

@@ -134,11 +134,12 @@ class Stored:
                 is_right = np.array_equal(array, self.tensor.disk_shape)
                 right = f"it must be {list(self.tensor.disk_shape)}"
             elif role == "zero":
-                numbers = part.layout.read(array, part.shape)
-                # Files of either version of GPTQ have the other's middle, too.
-                is_gptq = isinstance(part.layout, Words) and part.layout.is_transposed and not part.layout.order
-                other = 2 * part.layout.less - 1 if is_gptq else 0
-                is_right = (numbers == 0).all() or (numbers == other).all()
+                layout, middles = part.layout, [0]
+                if isinstance(layout, Words) and layout.is_transposed and not layout.order:
+                    # Files of either version of GPTQ have the other's middle, too.
+                    middles.append(2 * layout.less - 1)
+                numbers = layout.read(array, part.shape)
+                is_right = any((numbers == middle).all() for middle in middles)
                 right = "it must be the middle of the codes, since the quantization config has symmetric weights"
             else:
                 places = np.arange(columns) // self.scales["scale"].block[1]

@@ -556,7 +556,7 @@ CONFIGS += [
     ("gptq", GPTQ | {"bits": 3}, ["bits is 3: 4 and 8 are read here"]),
     ("gptq", GPTQ | {"bits": True}, ["bits is True"]),
     ("gptq", GPTQ | {"bits": "4"}, ["bits is '4'"]),
-    ("gptq", GPTQ | {"group_size": 0}, ["group_size (-1: a whole row) is 0"]),
+    ("gptq", GPTQ | {"group_size": 0}, ["group_size is 0: it must be a number of inputs, or -1 for a whole row"]),
     ("gptq", GPTQ | {"group_size": 10**30}, ["group_size", "it must be a number of inputs"]),
     ("gptq", GPTQ | {"group_size": 24}, ["has 64 inputs: they must be whole groups of 24"]),
     ("gptq", GPTQ | {"sym": "yes"}, ["sym is 'yes': it must be true or false"]),
