@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +26,23 @@ from dflash_jax.parallel.sharding import ONE_DEVICE
 def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, array) of the tensors that a conversion was made from, one parameter at a time."""
     tensors, in_few_bits = orbax.ConvertedTensors(directory), {}
-    for name, array in whole_tensors(_disk_parts(directory, tensors, in_few_bits)):
+    yield from _whole(_disk_parts(directory, tensors, in_few_bits), tensors, in_few_bits)
+
+
+def _whole(
+    parts: Iterable[tuple[Tensor, np.ndarray]], tensors: Tensors, in_few_bits: Mapping[str, quantized.Part]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, array) of the tensors of ``parts`` as the disk has them.
+
+    Args:
+        parts: Tensors or some rows of them; those of ``in_few_bits`` as they are here.
+        tensors: Their shapes and dtypes on disk, of which those may lack that have their shapes already.
+        in_few_bits: Filled as ``parts`` goes on.
+    """
+    for name, array in whole_tensors(parts):
         if name in in_few_bits:
             array = quantized.on_disk(in_few_bits[name], array, tensors.dtype(name))
-        yield name, array.reshape(tensors[name])
+        yield name, array.reshape(tensors[name]) if name in tensors else array
 
 
 def _disk_parts(
@@ -141,10 +154,6 @@ class _Planned(Tensors):
             for tensor in entry.tensors:
                 self._tensors |= _of_matrix(tensor.name, *tensor.disk_shape, kind, _run(entry, kind))
 
-    def shaped(self, name: str, array: np.ndarray) -> np.ndarray:
-        """An array of the tensor ``name`` in its shape, another one as it is."""
-        return array.reshape(self[name]) if name in self else array
-
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1]
 
@@ -239,7 +248,7 @@ def quantize_to_hf(
         "ignore": ignored,
     }
     planned, form = _Planned(large.values(), kind), quantization.read({"quantization_config": written}, source)
-    todo = [*opened.entries, *sorted(kept)]
+    todo, in_few_bits = [*opened.entries, *sorted(kept)], {}
 
     def parts() -> Iterator[tuple[Tensor, np.ndarray]]:
         one = NamedSharding(ONE_DEVICE.mesh(), PartitionSpec())
@@ -250,12 +259,16 @@ def quantize_to_hf(
                 entry = large[item.path]
                 weight = read_parameter(item, opened, None, kind, one)
                 arrays = quantized.as_compressed({name: np.asarray(x) for name, x in weight.arrays().items()})
-                yield from quantized.write(entry, quantized.stored_of(entry, planned, form), arrays, planned)
+                stored = quantized.stored_of(entry, planned, form)
+                in_few_bits.update({part.name: part for matrix in stored for part in matrix.parts})
+                yield from quantized.write(entry, stored, arrays)
+                for matrix in stored:
+                    for part in matrix.constants.values():
+                        yield Tensor(part.name, part.shape), np.array(matrix.tensor.disk_shape)
             opened.files.release()
 
     with new_directory(target) as half:
-        tensors = ((name, planned.shaped(name, array)) for name, array in whole_tensors(parts()))
-        _write_shards(tensors, half, target, shard_bytes)
+        _write_shards(_whole(parts(), planned, in_few_bits), half, target, shard_bytes)
         _carry(source, half, ("config.json", INDEX))
         write_json(half / "config.json", raw | {"quantization_config": written})
     return len(modules)

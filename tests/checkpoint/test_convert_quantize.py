@@ -19,7 +19,7 @@ from dflash_jax.ops.weights import QuantizedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_paths
 
 
-@pytest.fixture(scope="module", params=["nvfp4"])
+@pytest.fixture(scope="module", params=["int4", "nvfp4"])
 def converted(request, tmp_path_factory):
     """(A form, the directory in it)."""
     path = tmp_path_factory.mktemp("quantized") / request.param

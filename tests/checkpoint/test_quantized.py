@@ -18,14 +18,12 @@ from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
 from dflash_jax.checkpoint.load import load_target, open_any, open_target
-from dflash_jax.checkpoint.parameters import QUANTIZE, QUANTIZED
+from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models import families
 from dflash_jax.models.families.names import Entry, rows_of, same, whole_tensors
 from dflash_jax.ops.weights import QuantizedWeight, is_weight
-from dflash_jax.options.option import options_of
-from dflash_jax.options.shared import LLMOptions
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths
 from dflash_jax.planner import make_plan, read_shapes
@@ -342,7 +340,6 @@ def test_the_name_of_a_format_must_be_that_of_the_checkpoint():
     with pytest.raises(InputError, match=r"quantize is 'awq': .* is not quantized"):
         LLM(quantize="awq")
     assert [quantization.without_format(name, {}, TINY) for name in (None, "fp8")] == [None, "fp8"]
-    assert {*quantization.FORMATS, *QUANTIZE} == set(options_of(LLMOptions)["quantize"].choices)
 
 
 # Plans, logs, conversions.
