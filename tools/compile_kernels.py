@@ -16,7 +16,7 @@ from dflash_jax.ops.card import SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton.launch import PTX_VERSION, Launch, launching
 from dflash_jax.options.systems import read_system
 from dflash_jax.planner import abstract_pair, read_shapes
-from tools.compile_report import shorten
+from tools.compile_report import in_form, shorten
 
 # Devices of the CPU: a mesh of eight is traced, nothing is computed.
 DEVICES = 8
@@ -26,6 +26,9 @@ SYSTEMS = {
     "qwen3.6-27b": "",
     "qwen3.5-397b-a17b": "tensor=8",
     "qwen3.8-27b": "",
+    # With a form of `compile_report.FORMS`.
+    "qwen3.6-35b-a3b nvfp4": "",
+    "qwen3.6-35b-a3b int4": "",
 }
 # One period of the hybrid models' layers: the others launch the same kernels.
 LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
@@ -35,7 +38,7 @@ TENSOR_MEMORY = 512
 # Triton's names of dtypes, by JAX's names.
 KINDS = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv",
-    "int8": "i8", "int32": "i32", "bool": "i1",
+    "int8": "i8", "uint8": "u8", "int32": "i32", "bool": "i1",
 }  # fmt: skip
 
 
@@ -79,7 +82,7 @@ def launches(
     """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
 
     Args:
-        config: Name or file of the system.
+        config: Name or file of the system; a name of `SYSTEMS` may end with a form.
         mesh: The mesh.
         card: The card.
         dtype: Dtype of the weights that are not quantized.
@@ -105,8 +108,10 @@ def launches(
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
+    config, _, form = config.partition(" ") if config in SYSTEMS else (config, "", "")
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
+    pair = in_form(pair, form) if form else pair
     block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card, "all"))
@@ -143,7 +148,9 @@ def compiled(launch: dict, capability: int) -> dict:
     signature |= dict.fromkeys(names[len(kinds) :], "constexpr")
     # As jax-triton has it: JAX's arrays begin at multiples of 16 bytes.
     attrs = {(i,): [["tt.divisibility", 16]] for i in range(len(kinds))}
-    source = ASTSource(kernel, signature, dict(launch["meta"]), attrs)
+    # JSON has no tuples.
+    meta = {name: tuple(value) if isinstance(value, list) else value for name, value in launch["meta"].items()}
+    source = ASTSource(kernel, signature, meta, attrs)
     options = {
         "num_warps": launch["num_warps"],
         "num_stages": launch["num_stages"],

@@ -36,7 +36,7 @@ def report(systems: dict[str, str], args) -> tuple[dict, dict]:
         rows: dict[str, dict] = {}
         digests[str(capability)] = {}
         for config, mesh in systems.items():
-            name = find_config(config).stem
+            name = config if config in SYSTEMS else find_config(config).stem
             traced = launches(config, mesh, Card.of_capability(capability), args.dtype, args.quantize)
             digests[str(capability)][name] = digest(traced)
             for launch in traced:
