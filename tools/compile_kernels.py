@@ -26,7 +26,7 @@ SYSTEMS = {
     "qwen3.6-27b": "",
     "qwen3.5-397b-a17b": "tensor=8",
     "qwen3.8-27b": "",
-    # With a form of `compile_report.FORMS`.
+    # With what `launches` takes as ``quantize``.
     "qwen3.6-35b-a3b nvfp4": "",
     "qwen3.6-35b-a3b int4": "",
 }
@@ -82,11 +82,11 @@ def launches(
     """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
 
     Args:
-        config: Name or file of the system; a name of `SYSTEMS` may end with a form.
+        config: Name or file of the system, or a key of `SYSTEMS`.
         mesh: The mesh.
         card: The card.
         dtype: Dtype of the weights that are not quantized.
-        quantize: As in `abstract_pair`.
+        quantize: As in `abstract_pair`, or a form of `compile_report.FORMS`.
         shapes: Whether each launch also has the `shapes_of` its first occurrence.
     """
     import jax
@@ -108,10 +108,11 @@ def launches(
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
-    config, _, form = config.partition(" ") if config in SYSTEMS else (config, "", "")
+    if config in SYSTEMS and " " in config:
+        config, _, quantize = config.partition(" ")
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
-    pair = in_form(pair, form) if form else pair
+    pair, quantize = in_form(pair, quantize)
     block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card, "all"))

@@ -151,8 +151,8 @@ def measure(lowered, layers: int, arrays: dict, options: dict) -> dict:
     return figures
 
 
-def in_form(shapes, name: str):
-    """The same pair, the target's matrices in few bits in a form of `FORMS`."""
+def in_form(shapes, quantize: str | None):
+    """What `abstract_pair` takes: a pair, in a form of `FORMS` if ``quantize`` names one, and how it is quantized."""
     import jax.numpy as jnp
 
     from dflash_jax.checkpoint.load import Forms
@@ -161,9 +161,11 @@ def in_form(shapes, name: str):
     from dflash_jax.ops.backend import XLA
     from dflash_jax.parallel.sharding import Layout, parameter_paths
 
+    if quantize not in FORMS:
+        return shapes, quantize
     paths = parameter_paths(abstract_decoder(shapes.target, jnp.bfloat16, Layout.parse(""), XLA))
-    parameters = tuple((path, FORMS[name]) for path in paths if path.rsplit(".", 1)[-1] in QUANTIZED)
-    return replace(shapes, forms=Forms(parameters))
+    parameters = tuple((path, FORMS[quantize]) for path in paths if path.rsplit(".", 1)[-1] in QUANTIZED)
+    return replace(shapes, forms=Forms(parameters)), None
 
 
 def shorten(shapes, count: int):

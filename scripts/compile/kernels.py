@@ -21,6 +21,7 @@ from dflash_jax.options.parser import Parser
 from dflash_jax.parallel.devices import versions
 from dflash_jax.process import exit_code
 from tools.compile_kernels import SYSTEMS, compiled, digest, launches, over_limit, prepare
+from tools.compile_report import FORMS
 
 CARDS = (80, 89, 90, 100, 120)
 
@@ -100,7 +101,9 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="default: %(default)s"
     )
-    p.add_argument("--quantize", choices=["int8", "fp8"], help="weights in few bits (default: as the config has them)")
+    p.add_argument(
+        "--quantize", choices=["int8", "fp8", *FORMS], help="weights in few bits (default: as the config has them)"
+    )
     p.add_argument("--out", type=Path, metavar="FILE", help="JSON")
     return p
 

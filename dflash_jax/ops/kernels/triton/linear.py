@@ -336,13 +336,17 @@ def _launch_group(
     else:
         block = next((n for n in TILES if sum(sizes) >= n * PROGRAMS[run > 0]), min(TILES))
         kernel, (step, warps, *stages) = _project, TILES[block]
-        # Of four bits twice as many inputs.
-        steps = [w.step(hidden, (step << w.has_four_bits) // x.dtype.itemsize) for w in both]
+        inner, few = step // x.dtype.itemsize, both[0].has_four_bits
+        # Of a weight beside one of four bits, no more bytes.
+        share = both[0].bytes_of_input / both[1].bytes_of_input if few else 1
+        steps = [w.step(hidden, int(inner * limit)) for w, limit in zip(both, (1, min(share, 1)), strict=True)]
         bytes_of_step = max(
             n * (MAX_ROWS * x.dtype.itemsize + (1 + swiglu) * block * w.bytes_of_input)
             for n, w in zip(steps, both, strict=True)
         )
-        stages = [stages_within(n, bytes_of_step, card) for n in stages]
+        # A step of four bits has half the bytes, and more work.
+        stages = [stages_within(n << few, bytes_of_step, card) for n in stages]
+        warps = min(4, block // 8) if few else warps
         meta = {"R": rows, "BM": MAX_ROWS, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     programs = [-(-n // block) for n in sizes]
     meta |= {f"N{i}": n for i, n in enumerate(sizes)}
