@@ -1,9 +1,9 @@
 """Linear maps of few tokens in Triton.
 
 One kernel applies several weights to one input, with the norm before them and SwiGLU or a residual after them. One
-token has a kernel without matrix products; two to 16 tokens have one whose products have 16 rows, or, where it would
-have too few programs (a router's), the first one for each token. Each program computes some outputs of one weight from
-all inputs, so that no second kernel has to sum partial results.
+token has a kernel without matrix products; two to 16 tokens have one whose products have 16 rows (with weights of four
+bits up to 32), or, where it would have too few programs (a router's), the first one for each token. Each program
+computes some outputs of one weight from all inputs, so that no second kernel has to sum partial results.
 """
 
 # A Triton kernel is compiled from Python's syntax; Triton's annotations describe the host's objects.
@@ -24,6 +24,7 @@ from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import (
     Parts,
     divisor,
+    has_four_bits,
     next_power_of_two,
     products,
     run_of,
@@ -33,8 +34,9 @@ from dflash_jax.ops.kernels.triton.tiles import (
 )
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
 
-# The most weights and rows of one kernel.
-MAX_WEIGHTS, MAX_ROWS = 3, 16
+# The most weights of one kind in a kernel; rows of its products; and the most rows with a weight of four bits, of which
+# XLA would write an unpacked copy.
+MAX_WEIGHTS, MAX_ROWS, MAX_FOUR_BITS_ROWS = 3, 16, 32
 # For one token: outputs of a program (second: of quantized weights, or of more than MANY_INPUTS inputs), and warps.
 OUTPUTS, MANY_INPUTS, WARPS = (4, 8), 8192, 4
 # For more tokens, by outputs of a program: bytes of a row of x in a step, warps, stages, and stages for quantized
@@ -234,8 +236,9 @@ def why_not(rows: int, inner: int, weights: Sequence[Weight]) -> str | None:
     runs = [run_of(w) for w in unpacked]
     if reason := next(filter(None, map(why_not_weight, unpacked)), None):
         return reason
-    if rows > MAX_ROWS:
-        return f"{rows} rows: the kernel takes {MAX_ROWS} at most"
+    limit = MAX_FOUR_BITS_ROWS if any(has_four_bits(w) for w in unpacked) else MAX_ROWS
+    if rows > limit:
+        return f"{rows} rows: the kernel takes {limit} at most"
     if rows == 1 and not _one_takes(inner, runs):
         return f"{inner} inputs in runs of {runs}: a row needs a multiple of 64, in runs of a power of two"
     if rows > 1 and (inner % 16 or any(run % 16 for run in runs)):
@@ -336,18 +339,18 @@ def _launch_group(
     else:
         block = next((n for n in TILES if sum(sizes) >= n * PROGRAMS[run > 0]), min(TILES))
         kernel, (step, warps, *stages) = _project, TILES[block]
-        inner, few = step // x.dtype.itemsize, both[0].has_four_bits
-        # Of a weight beside one of four bits, no more bytes.
-        share = both[0].bytes_of_input / both[1].bytes_of_input if few else 1
-        steps = [w.step(hidden, int(inner * limit)) for w, limit in zip(both, (1, min(share, 1)), strict=True)]
+        inner, few, tile_rows = step // x.dtype.itemsize, both[0].has_four_bits, -(-rows // MAX_ROWS) * MAX_ROWS
+        # Of a weight beside one of four bits, about as many bytes.
+        limits = inner, inner // (int(2 * both[1].bytes_of_input) if few else 1)
+        steps = [w.step(hidden, limit) for w, limit in zip(both, limits, strict=True)]
         bytes_of_step = max(
-            n * (MAX_ROWS * x.dtype.itemsize + (1 + swiglu) * block * w.bytes_of_input)
+            n * (tile_rows * x.dtype.itemsize + (1 + swiglu) * block * w.bytes_of_input)
             for n, w in zip(steps, both, strict=True)
         )
         # A step of four bits has half the bytes, and more work.
         stages = [stages_within(n << few, bytes_of_step, card) for n in stages]
         warps = min(4, block // 8) if few else warps
-        meta = {"R": rows, "BM": MAX_ROWS, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
+        meta = {"R": rows, "BM": tile_rows, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     programs = [-(-n // block) for n in sizes]
     meta |= {f"N{i}": n for i, n in enumerate(sizes)}
     args = [x, x if norm is None else norm, x if residual is None else residual]

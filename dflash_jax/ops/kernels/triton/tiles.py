@@ -207,8 +207,17 @@ class Parts(NamedTuple):
 
     @property
     def bytes_of_input(self) -> float:
-        """Bytes of an input's number."""
-        return self.values.dtype.itemsize / (2 if self.has_four_bits else 1)
+        """Bytes of an input's number in a tile, with its share of what scales the tile."""
+        if not self.has_four_bits:
+            return self.values.dtype.itemsize
+        run, _, has_zeros, _ = self.form
+        return 0.5 + (self.scale.dtype.itemsize + has_zeros) / run if self.is_scaled_in_tile else 0.5
+
+    @property
+    def is_scaled_in_tile(self) -> bool:
+        """Whether a tile has several runs."""
+        run, *_ = self.form
+        return self.has_four_bits and run < LONG_RUN and not run & (run - 1)
 
     @property
     def has_four_bits(self) -> bool:
@@ -218,7 +227,7 @@ class Parts(NamedTuple):
     def step(self, inner: int, limit: int) -> int:
         """Inputs of a tile, at most ``limit``: of one run, or of several short ones of four bits."""
         run, _, _, part = self.form
-        if self.has_four_bits and run < LONG_RUN and not run & (run - 1):
+        if self.is_scaled_in_tile:
             return max(run, divisor(part or inner, limit))
         return divisor(run or inner, limit)
 
@@ -234,6 +243,11 @@ def _inputs(weight: QuantizedWeight, scales: Array) -> int:
 def run_of(weight: Array | QuantizedWeight) -> int:
     """Inputs of a scale of a weight; 0 for an array."""
     return weight.run if isinstance(weight, QuantizedWeight) else 0
+
+
+def has_four_bits(weight: Array | QuantizedWeight) -> bool:
+    """Whether a byte of a weight has two numbers."""
+    return isinstance(weight, QuantizedWeight) and weight.code is not None
 
 
 def why_not_weight(weight: Array | QuantizedWeight) -> str | None:

@@ -77,7 +77,7 @@ def test_a_form_in_sixteen_bits_is_as_near_as_its_definition(form, run):
         assert apart <= 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact).max(), (rows, dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 27])
 def test_weights_of_several_forms_in_one_call(rows):
     """Three kinds, of one shape: each is computed as what it is, and a norm is kept once."""
     source = Source(rows)
