@@ -19,15 +19,22 @@ from dflash_jax.models.families.names import Tensor, whole_tensors
 
 def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, array) of the tensors that a conversion was made from, one parameter at a time."""
-    shapes = {name: shape for name, (_, shape) in read_json(directory / orbax.MANIFEST)["tensors"].items()}
-    for name, array in whole_tensors(_disk_parts(directory)):
-        yield name, array.reshape(shapes[name])
+    tensors, in_few_bits = orbax.ConvertedTensors(directory), {}
+    for name, array in whole_tensors(_disk_parts(directory, tensors, in_few_bits)):
+        if name in in_few_bits:
+            array = quantized.on_disk(in_few_bits[name], array, tensors.dtype(name))
+        yield name, array.reshape(tensors[name])
 
 
-def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yields the tensors of `disk_tensors`, of some only rows at a time."""
+def _disk_parts(
+    directory: Path, tensors: orbax.ConvertedTensors, in_few_bits: dict[str, quantized.Part]
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Yields the tensors of `disk_tensors` as they are here, of some only rows at a time.
+
+    Those that are in few bits are put in ``in_few_bits`` before.
+    """
     manifest = read_json(directory / orbax.MANIFEST)
-    tensors, form = orbax.ConvertedTensors(directory), quantization.read(read_raw(directory), directory)
+    form = quantization.read(read_raw(directory), directory)
     entries = {e.path: e for e in read_entries(directory, tensors)}
     for key, record in manifest["records"].items():
         kind, name = key.split(" ", 1)
@@ -39,7 +46,9 @@ def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
         if "array" in arrays:
             yield from zip(entry.tensors, entry.write(arrays["array"]), strict=True)
         else:
-            yield from quantized.write(entry, quantized.stored_of(entry, tensors, form), arrays, tensors)
+            parts = quantized.stored_of(entry, tensors, form)
+            in_few_bits |= {part.name: part for stored in parts for part in stored.parts}
+            yield from quantized.write(entry, parts, arrays)
 
 
 def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:

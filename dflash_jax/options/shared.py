@@ -58,8 +58,9 @@ class LLMOptions:
     )
     quantize: str | None = _models(
         None,
-        "quantize the target on loading; none: an FP8 checkpoint, which otherwise stays FP8, becomes --dtype",
-        choices=("none", "int8", "fp8"),
+        "int8, fp8: quantize the target on loading; none: a checkpoint in few bits, which otherwise stays so, becomes "
+        "--dtype; the name of a format: its checkpoint must have it",
+        choices=("none", "int8", "fp8", "awq", "gptq", "auto-round", "compressed-tensors", "modelopt"),
         aliases=Alias("--quantization -q", readers.quantization),
     )
     mesh: str | None = _models(

@@ -1,18 +1,22 @@
-"""Checkpoints in FP8 and NVFP4 as others publish them: the numbers, the configuration, damage. Meshes: tests/mesh."""
+"""Checkpoints in few bits as others publish them: the numbers, the configuration, damage. Meshes: tests/mesh."""
 
 import json
 import shutil
 import time
+from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.checkpoint import orbax, quantization, quantized
+from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
-from dflash_jax.checkpoint.files import TensorFiles, Tensors
+from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
 from dflash_jax.checkpoint.load import load_target, open_any, open_target
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
@@ -33,6 +37,7 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermed
 TARGET = TARGET_JSON | SIZES | {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
 PER_EXPERT = ("model.layers.0.mlp.experts.0.",)
 Q = "model.layers.1.self_attn.q_proj"
+CONVERTED = ("fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed")
 UP = "model.layers.1.mlp.shared_expert.up_proj"
 
 
@@ -69,7 +74,7 @@ def save_in(form: str, path, is_fused: bool = False) -> dict[str, np.ndarray]:
 def sources(tmp_path_factory):
     """Form → (directory, what each parameter stands for)."""
     path = tmp_path_factory.mktemp("few bits")
-    forms = ("fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed")
+    forms = (*CONVERTED, "int4 asymmetric", "gptq", "awq")
     return {form: (path / form.replace(" ", "_"), save_in(form, path / form.replace(" ", "_"))) for form in forms}
 
 
@@ -119,7 +124,7 @@ class Few(Tensors):
         return len(self._tensors)
 
     def dtype(self, name):
-        return {"uint8": "U8", "float8_e4m3fn": "F8_E4M3", "float32": "F32"}[self._tensors[name].dtype.name]
+        return next(kind for kind, dtype in DTYPES.items() if dtype == self._tensors[name].dtype)
 
     def read(self, name):
         return self._tensors[name]
@@ -132,12 +137,103 @@ def test_worked_values_of_nvfp4(dialect, whole):
     assert few_bits.unpacked(packed)[0, :2].tolist() == [4, -1.5]
     names = {"modelopt": ("x.weight", "_scale_2"), "compressed": ("x.weight_packed", "_global_scale")}[dialect]
     tensors = {names[0]: packed, "x.weight_scale": scale, f"x.weight{names[1]}": np.float32([whole]).reshape(1)}
-    form, entry = few_bits.config(f"nvfp4 {dialect}"), same("x", (1, 16), "x.weight")
-    files = Few(tensors)
-    parts = quantized.stored_of(entry, files, quantization.read({"quantization_config": form}, TINY))
-    found = QuantizedWeight.of(quantized.without_divisor(quantized.read(entry, parts, files), is_exact=False))
+    found = read_one(tensors, (1, 16), few_bits.config(f"nvfp4 {dialect}"))
     np.testing.assert_allclose(found.dense(np.float32)[0, :2], [0.06, -0.0225], rtol=1e-6)
     np.testing.assert_array_equal(found.values, packed)
+
+
+def read_one(tensors: dict[str, np.ndarray], shape: tuple[int, int], form: dict) -> QuantizedWeight:
+    """The weight of one module x; its tensors are written again, to the byte."""
+    entry, files = same("x", shape, "x.weight"), Few(tensors)
+    parts = quantized.stored_of(entry, files, quantization.read({"quantization_config": form}, TINY))
+    assert not [problem for part in parts for problem in part.problems(files)]
+    arrays = quantized.read(entry, parts, files)
+    places = {part.name: part for part in parts[0].parts}
+    for tensor, array in quantized.write(entry, parts, arrays):
+        again = quantized.on_disk(places[tensor.name], array, files.dtype(tensor.name))
+        assert again.tobytes() == tensors[tensor.name].tobytes(), tensor.name
+    assert places.keys() | {part.name for part in parts[0].constants.values()} == tensors.keys()
+    return QuantizedWeight.of(quantized.without_divisor(arrays, is_exact=False))
+
+
+def column(word: int) -> np.ndarray:
+    return np.uint32([[word]]).view(np.int32)
+
+
+def test_worked_values_of_words():
+    """0x76543210 is -8 to -1; GPTQ's first version stores 7 for a zero of 8; AWQ's 0x75316420 is outputs 0 to 7."""
+    one, half = np.ones((1, 1), np.float16), np.full((1, 1), 0.5, np.float16)
+    shape = np.int64([1, 8])
+    tensors = {"x.weight_packed": column(0x76543210), "x.weight_scale": one, "x.weight_shape": shape}
+    form = few_bits.config("int4 channel")
+    np.testing.assert_array_equal(read_one(tensors, (1, 8), form).dense(np.float32), [np.arange(-8, 0)])
+    for version, zero, is_symmetric in (
+        ("gptq", 7, True),
+        ("gptq", 7, False),
+        ("gptq_v2", 8, False),
+        ("gptq", 15, False),
+    ):
+        form = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": is_symmetric, "checkpoint_format": version}
+        tensors = {
+            "x.qweight": column(0xA).repeat(8, 1),
+            "x.qzeros": column(0x11111111 * zero),
+            "x.scales": half.repeat(8, 1),
+        }
+        found = read_one(tensors, (8, 8), form)
+        # A stored 15 is a zero of 0.
+        assert found.dense(np.float32)[0, 0] == (1.0 if zero != 15 else 5.0)
+        assert (found.zero is None) == is_symmetric
+    form = {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "GEMM"}
+    tensors = {"x.qweight": column(0x75316420).repeat(2, 0), "x.qzeros": column(0), "x.scales": one.repeat(8, 1)}
+    np.testing.assert_array_equal(read_one(tensors, (8, 2), form).dense(np.float32)[:, 0], np.arange(8))
+    exponents = {"x.weight_packed": np.full((1, 16), 0xB6, np.uint8), "x.weight_scale": np.uint8([[126]])}
+    found = read_one(exponents, (1, 32), few_bits.config("mxfp4")).dense(np.float32)
+    np.testing.assert_array_equal(found[0, :2], [2, -0.75])
+
+
+GOLDEN = json.loads((Path(__file__).parent / "compressed_tensors.json").read_text())
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_weights_of_compressed_tensors_are_what_it_decompresses(name):
+    """What version 0.20 of the package wrote, and what it read again with float32 scales."""
+    dtypes = {"bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": few_bits.FLOAT8}
+    case = GOLDEN[name]
+    tensors = {f"x.{n}": np.array(x, dtypes.get(dtype, dtype)) for n, (dtype, x) in case["tensors"].items()}
+    groups = {"group_0": {"targets": ["Linear"], "weights": case["weights"]}}
+    form = {"quant_method": "compressed-tensors", "config_groups": groups}
+    expected = np.array(case["expected"], np.float32)
+    np.testing.assert_array_equal(read_one(tensors, expected.shape, form).dense(np.float32), expected)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    bits=st.sampled_from([4, 8]),
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 20),
+    layout=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+    lead=st.sampled_from([(), (2,)]),
+    seed=st.integers(0, 99),
+)
+def test_words_go_there_and_back(bits, rows, columns, layout, lead, seed):
+    of_outputs, is_transposed, is_zero, is_ordered = layout
+    order = words.AWQ_ORDER if is_ordered and bits == 4 and of_outputs else ()
+    less = int(is_zero and is_transposed)
+    made = words.Words(bits, of_outputs, is_transposed, order, less, is_zero)
+    integers = np.random.default_rng(seed).integers(0, 256, (*lead, rows, columns), np.uint8)
+    if is_zero or bits == 8:
+        integers = ((integers & np.uint8(2**bits - 1)) - np.uint8(2 ** (bits - 1))).view(np.int8)
+    disk = made.write(integers)
+    assert (disk.dtype, disk.shape) == (np.int32, made.disk_shape(integers.shape))
+    np.testing.assert_array_equal(made.read(disk, integers.shape), integers)
+
+
+def test_every_power_of_two_is_exact():
+    exponents = np.arange(255, dtype=np.uint8)[None]
+    found = words.Exponents().read(exponents, exponents.shape)
+    np.testing.assert_array_equal(found.astype(np.float64), 2.0 ** (exponents.astype(np.float64) - 127))
+    np.testing.assert_array_equal(words.Exponents().write(found), exponents)
+    assert np.isnan(words.Exponents().read(np.uint8([255]), (1,)).astype(np.float32))
 
 
 def test_every_code_and_every_scale_has_its_value():
@@ -152,8 +248,9 @@ def test_every_code_and_every_scale_has_its_value():
 
 
 @pytest.mark.parametrize("form", few_bits.FORMS)
-def test_stacked_experts_are_read(form, tmp_path):
-    expected = save_in(form, tmp_path, is_fused=True)
+def test_every_form_is_read(form, tmp_path):
+    """With stacked experts, where the form has them."""
+    expected = save_in(form, tmp_path, is_fused=form not in few_bits.PACKED)
     found = load_target(tmp_path)
     assert isinstance(found.layers[0].ffn.gate_up[...], QuantizedWeight)
     for path, weight in weights(found).items():
@@ -231,9 +328,12 @@ def test_modelopts_own_file_stands_for_the_configs_entry(copied):
     assert read_shapes(str(path), None).forms.not_used == ["keys and values as 'FP8'"]
 
 
-@pytest.mark.parametrize("form", ["fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed"])
-def test_conversions_keep_every_byte(form, sources, tmp_path):
-    source, expected = sources[form]
+@pytest.mark.parametrize(
+    "form", [*CONVERTED, "int4 asymmetric", "int8 naive", "gptq asymmetric", "gptq eight", "awq", "mxfp8"]
+)
+def test_conversions_keep_every_byte(form, tmp_path):
+    source = tmp_path / "source"
+    expected = save_in(form, source)
     opened, module = open_any(source)
     orbax.convert(opened, module, source, tmp_path / "o", ONE_DEVICE, {"dtype": None, "quantize": None}, lambda x: x)
     for path, weight in weights(load_target(tmp_path / "o")).items():
@@ -345,8 +445,8 @@ CONFIGS = [
     ("nvfp4 compressed", CT | {"ignore": ["re:" + "a" * 5000]}, ["5003 characters", "2000"]),
     (
         "nvfp4 compressed",
-        CT | {"config_groups": {"g": GROUP | {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}},
-        ["config_groups['g'].weights has 4 bits, type 'int'", "FP8 and NVFP4 are read here"],
+        CT | {"config_groups": {"g": GROUP | {"weights": {"num_bits": 3, "type": "int", "strategy": "channel"}}}},
+        ["config_groups['g'].weights has 3 bits, type 'int'", "FP8, NVFP4, MXFP4, INT4 and INT8 are read here"],
     ),
     (
         "nvfp4 compressed",
