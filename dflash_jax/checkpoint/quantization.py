@@ -7,7 +7,7 @@ from its tensors (`quantized`); these claims check it, and stand for it where a 
 import re
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -408,30 +408,43 @@ def _read_packed(raw: dict, claim_of: Callable[[Mapping[str, Any]], Claim | None
         if raw.get(key):
             raise InputError(f"{key} is {shown(raw[key])}: it changes the numbers, and is not known here")
     claim, found = claim_of(raw), Quantization(" and ".join(key for key in OF_MODULES if raw.get(key)) or "bits")
-    for key in ("dynamic", "extra_config"):
-        for name, value in section(key, raw.get(key) or {}).items():
-            entry = section(f"{key}[{shown(name)}]", value)
-            pattern = f"re:{name.removeprefix('+:')}" if key == "dynamic" else _anywhere(name, is_whole=True)
-            is_excluded = key == "dynamic" and name.startswith("-:")
-            pattern = f"re:{name[2:]}" if is_excluded else pattern
-            found.groups.add(key, [pattern], None if is_excluded else claim_of(ChainMap(entry, raw)))
-    found.ignored.add("modules_to_not_convert", map(_anywhere, _names(raw, "modules_to_not_convert")), None)
-    modules = [_anywhere(name) for name in _names(raw, "modules_in_block_to_quantize")]
-    modules += [rf"re:{re.escape(n)}(?:\.|\z)" for n in _names(raw, "block_name_to_quantize to_quant_block_names")]
-    found.groups.add("modules_in_block_to_quantize", modules, claim)
-    found.default = None if modules else claim
+    for name, value in section("dynamic", raw.get("dynamic") or {}).items():
+        entry = section(f"dynamic[{shown(name)}]", value)
+        is_excluded = name.startswith("-:")
+        pattern = f"re:{name[2:] if name.startswith(('-:', '+:')) else name}"
+        found.groups.add("dynamic", [pattern], None if is_excluded else claim_of(ChainMap(entry, raw)))
+    for name, value in section("extra_config", raw.get("extra_config") or {}).items():
+        entry = section(f"extra_config[{shown(name)}]", value)
+        name = f"re:.*(?:{name})" if _is_expression(name) else name
+        found.groups.add("extra_config", [name], claim_of(ChainMap(entry, raw)))
+    found.ignored.add("modules_to_not_convert", _parts_of_names(_names(raw, "modules_to_not_convert")), None)
+    chosen = _names(raw, "modules_in_block_to_quantize")
+    chosen = chosen or _names(raw, "block_name_to_quantize to_quant_block_names")
+    found.groups.add("modules_in_block_to_quantize", _parts_of_names(chosen), claim)
+    found.default = None if chosen else claim
     return found
 
 
-def _anywhere(name: str, is_whole: bool = False) -> str:
-    """The pattern of modules whose names have a text, or an expression, in any place."""
-    if set(name).isdisjoint("*+?^$()[]{}|\\"):
-        return name if is_whole else f"re:.*{re.escape(name)}"
-    return f"re:.*(?:{name})"
+def _is_expression(name: str) -> bool:
+    return not set(name).isdisjoint("*+?^$()[]{}|\\")
 
 
-def _names(raw: dict, keys: str) -> list[str]:
-    """The names of a list, of lists in it, or with commas between."""
+def _parts_of_names(names: list[str]) -> Iterator[str]:
+    """Patterns of the modules of which a name, or an expression, is a part; of many names few patterns."""
+    waiting: list[str] = []
+    for name in (*names, None):
+        if name is not None and _is_expression(name):
+            yield f"re:.*(?:{name})"
+            continue
+        if waiting and (name is None or sum(map(len, waiting)) + len(waiting) + 2 * len(name) > LONGEST_PATTERN - 60):
+            yield rf"re:(?:.*\.)?(?:{'|'.join(waiting)})(?:\.|\z)"
+            waiting = []
+        if name is not None:
+            waiting.append(re.escape(name.strip(".")))
+
+
+def _names(raw: Mapping[str, Any], keys: str) -> list[str]:
+    """The names of a list, of lists in it, or with commas between; ``keys`` as of `_first`."""
     value = _first(raw, keys, [])
     left, names = [value.split(",") if isinstance(value, str) else value], []
     while left:

@@ -18,13 +18,15 @@ from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
 from dflash_jax.checkpoint.load import load_target, open_any, open_target
-from dflash_jax.checkpoint.parameters import QUANTIZED
+from dflash_jax.checkpoint.parameters import QUANTIZE, QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models import families
 from dflash_jax.models.families import qwen3_5
 from dflash_jax.models.families.names import same
 from dflash_jax.ops.weights import QuantizedWeight, is_weight
+from dflash_jax.options.option import options_of
+from dflash_jax.options.shared import LLMOptions
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths
 from dflash_jax.planner import make_plan, read_shapes
@@ -74,7 +76,7 @@ def save_in(form: str, path, is_fused: bool = False) -> dict[str, np.ndarray]:
 def sources(tmp_path_factory):
     """Form → (directory, what each parameter stands for)."""
     path = tmp_path_factory.mktemp("few bits")
-    forms = (*CONVERTED, "int4 asymmetric", "gptq", "awq")
+    forms = (*CONVERTED, "int4 asymmetric", "gptq", "awq", "mxfp4")
     return {form: (path / form.replace(" ", "_"), save_in(form, path / form.replace(" ", "_"))) for form in forms}
 
 
@@ -280,9 +282,23 @@ def test_drafting_changes_no_token_of_a_target_in_few_bits(tmp_path):
         few |= few_bits.fp8(name, tensors.pop(name).astype(np.float32), rng, "channel")[0]
     save_file(tensors | few, directory / "model.safetensors")
     change_config(directory, quantization_config=few_bits.config("fp8 channel"))
-    llm, params = LLM(directory, TINY / "draft"), SamplingParams(max_tokens=24, ignore_eos=True)
+    llm = LLM(directory, TINY / "draft", quantize="compressed-tensors")
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
     (plain,), (drafted,) = (llm.generate(["def f("], params, block_size=n) for n in (1, 8))
     assert drafted.token_ids == plain.token_ids
+
+
+def test_the_name_of_a_format_must_be_that_of_the_checkpoint():
+    """vLLM's and SGLang's ``--quantization``, which changes nothing here."""
+    for form, name in (("gptq", "gptq"), ("awq", "awq"), ("mixed", "modelopt"), ("mxfp4 modelopt", "auto-round")):
+        raw = {"quantization_config": few_bits.config(form)}
+        assert quantization.without_format(name, raw, TINY) is None
+        with pytest.raises(InputError, match=r"quantize is 'compressed-tensors': .* is quantized by"):
+            quantization.without_format("compressed-tensors", raw, TINY)
+    with pytest.raises(InputError, match=r"quantize is 'awq': .* is not quantized"):
+        LLM(quantize="awq")
+    assert [quantization.without_format(name, {}, TINY) for name in (None, "fp8")] == [None, "fp8"]
+    assert {*quantization.FORMATS, *QUANTIZE} == set(options_of(LLMOptions)["quantize"].choices)
 
 
 # Plans, logs, conversions.
@@ -349,6 +365,8 @@ def test_conversions_keep_every_byte(form, tmp_path):
 # Damage.
 
 NAN, MINUS = np.uint8(0x7F), np.uint8(0xB8)
+# The group of each input, two of which changed places.
+ORDER = np.int32([1, *[0] * 31, 0, *[1] * 31])
 
 
 DAMAGE = [
@@ -372,6 +390,32 @@ DAMAGE = [
     ("nvfp4 compressed", {f"{Q}.weight_packed": np.zeros((160, 32), np.int32)}, ["dtype I32, it must be U8"]),
     ("nvfp4 modelopt", {f"{Q}.pre_quant_scale": np.ones(64, np.float32)}, [f"unexpected '{Q}.pre_quant_scale'"]),
     ("nvfp4 modelopt", {"model.norm.weight": np.ones(64, np.uint8)}, ["dtype U8", "floating-point"]),
+    ("int4 asymmetric", {f"{Q}.weight_zero_point": None}, [f"missing '{Q}.weight_zero_point' [20, 2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_shape": None}, [f"missing '{Q}.weight_shape' [2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_shape": np.int64([160, 63])}, ["begins with [160, 63]: it must be [160, 64]"]),
+    ("int4 asymmetric", {f"{Q}.weight_packed": np.zeros((160, 7), np.int32)}, ["[160, 7], it must be [160, 8]"]),
+    ("int4 asymmetric", {f"{Q}.weight_packed": np.zeros((160, 8), np.float32)}, ["is NVFP4 by its tensors"]),
+    ("int4 asymmetric", {f"{Q}.weight_scale": np.ones((160, 1), np.float32)}, ["[160, 1], it must be [160, 2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_zero_point": np.ones((160, 2), np.int8)}, ["[160, 2], it must be [20, 2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_g_idx": ORDER}, ["begins with [1, 0, 0, 0]: it must be 2 groups in order"]),
+    ("int4 asymmetric", {f"{Q}.weight_g_idx": np.zeros(64, np.float32)}, ["dtype F32, it must be I32 or I64"]),
+    ("gptq", {f"{Q}.g_idx": ORDER}, [f"'{Q}.g_idx' begins with [1, 0, 0, 0]", "act-order"]),
+    ("gptq", {f"{Q}.g_idx": np.full(64, 2**31 - 1, np.int32)}, ["groups in order"]),
+    ("gptq", {f"{Q}.g_idx": np.zeros(63, np.int32)}, ["[63], it must be [64]"]),
+    ("gptq", {f"{Q}.qzeros": np.full((2, 20), 0x66666666, np.int32)}, [f"'{Q}.qzeros'", "middle of the codes"]),
+    ("gptq", {f"{Q}.scales": np.full((2, 160), np.nan, np.float16)}, [f"'{Q}.scales'", "not finite"]),
+    ("gptq", {f"{Q}.scales": np.full((2, 160), np.inf, np.float16)}, [f"'{Q}.scales'", "not finite"]),
+    ("gptq", {f"{Q}.scales": None}, [f"missing '{Q}.scales' [2, 160]"]),
+    ("gptq", {f"{Q}.scales": np.ones((160, 2), np.float16)}, ["[160, 2], it must be [2, 160]"]),
+    ("gptq", {f"{Q}.qweight": None}, [f"missing '{Q}.weight' [160, 64]"]),
+    ("gptq", {f"{Q}.qweight": np.zeros((16, 160), np.int32)}, ["is INT8 in", "INT4 of gptq by dynamic"]),
+    ("gptq", {f"{Q}.qweight": np.zeros(0, np.int32)}, ["has shape [0], it must be [8, 160]"]),
+    ("gptq", {f"{Q}.weight": np.zeros((160, 64), np.float32)}, [f"unexpected '{Q}.weight'"]),
+    ("awq", {f"{Q}.qzeros": None}, [f"missing '{Q}.qzeros' [2, 20]"]),
+    ("awq", {f"{Q}.qweight": np.zeros((8, 160), np.int32)}, ["[8, 160], it must be [64, 20]"]),
+    ("awq", {f"{Q}.qweight": np.zeros((64, 20), np.int64)}, ["dtype I64, it must be I32"]),
+    ("mxfp4", {f"{Q}.weight_scale": np.full((160, 2), 255, np.uint8)}, [f"'{Q}.weight_scale'", "not finite"]),
+    ("mxfp4", {f"{Q}.weight_scale": np.ones((160, 2), np.float32)}, ["is NVFP4 by its tensors, and MXFP4"]),
 ]
 
 
@@ -456,6 +500,120 @@ CONFIGS = [
 ]
 
 
+GPTQ, AWQ, INT = few_bits.config("gptq"), few_bits.config("awq"), few_bits.config("int4 asymmetric")
+WEIGHTS = INT["config_groups"]["group_0"]["weights"]
+
+
+def integers(**changes) -> dict:
+    return INT | {"config_groups": {"g": {"targets": ["Linear"], "weights": WEIGHTS | changes}}}
+
+
+CONFIGS += [
+    ("gptq", GPTQ | {"bits": 3}, ["bits is 3: 4 and 8 are read here"]),
+    ("gptq", GPTQ | {"bits": True}, ["bits is True"]),
+    ("gptq", GPTQ | {"bits": "4"}, ["bits is '4'"]),
+    ("gptq", GPTQ | {"group_size": 0}, ["group_size (-1: a whole row) is 0"]),
+    ("gptq", GPTQ | {"group_size": 10**30}, ["group_size", "it must be a number of inputs"]),
+    ("gptq", GPTQ | {"group_size": 24}, ["has 64 inputs: they must be whole groups of 24"]),
+    ("gptq", GPTQ | {"sym": "yes"}, ["sym is 'yes': it must be true or false"]),
+    ("gptq", GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format is 'marlin': gptq and gptq_v2"]),
+    ("gptq", GPTQ | {"rotation": "hadamard"}, ["rotation is 'hadamard': it changes the numbers"]),
+    ("gptq", GPTQ | {"dynamic": {"-:.*self_attn.*": {}}}, [f"'{Q}' is INT4 in {Q}.qweight by its tensors, and not"]),
+    ("gptq", GPTQ | {"dynamic": {"+:.*q_proj": {"bits": 8}}}, ["INT8 of gptq by dynamic"]),
+    ("gptq", GPTQ | {"dynamic": {".*": {"bits": 2}}}, ["bits is 2"]),
+    ("gptq", GPTQ | {"dynamic": {"-:(?!x)": {}}}, ["dynamic has", "RE2"]),
+    ("gptq", GPTQ | {"dynamic": [1]}, ["dynamic is [1]: it must be an object"]),
+    ("gptq", GPTQ | {"modules_in_block_to_quantize": [["linear_attn", "mlp"]]}, [f"'{Q}' is INT4", "not quantized"]),
+    ("gptq", AWQ, ["must be"]),
+    ("gptq", CT, ["is INT4 in", "NVFP4 by config_groups"]),
+    ("awq", GPTQ | {"sym": False}, ["must be"]),
+    ("awq", AWQ | {"version": "gemv"}, ["version is 'gemv': AWQ's gemm is read here"]),
+    ("awq", AWQ | {"bits": 8}, ["bits is 8: 4 are read here"]),
+    ("awq", AWQ | {"modules_to_not_convert": ["self_attn"]}, [f"'{Q}' is INT4", "not quantized by modules_to_not"]),
+    ("awq", AWQ | {"modules_to_not_convert": [{}]}, ["modules_to_not_convert is [{}]: it must be a list of strings"]),
+    ("int4 asymmetric", integers(symmetric=1), ["weights.symmetric is 1: it must be true or false"]),
+    ("int4 asymmetric", integers(num_bits=2), ["weights has 2 bits, type 'int'"]),
+    ("int4 asymmetric", integers(num_bits=8), ["is INT4 by its tensors, and INT8 of compressed-tensors"]),
+    ("int4 asymmetric", integers(group_size=-32), ["group_size is -32"]),
+    (
+        "int4 asymmetric",
+        integers(actorder="group"),
+        ["missing 'model.layers.0.linear_attn.in_proj_qkv.weight_g_idx' [64]"],
+    ),
+    ("int4 asymmetric", integers(actorder="random"), ["actorder is 'random': it must be weight, group or null"]),
+    ("mxfp4", {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 6}, ["data_type is 'mx_fp' with 6 bits"]),
+    ("mxfp4", {"quant_method": "mxfp4"}, ["is quantized by 'mxfp4'"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "config"),
+    [
+        ("gptq", GPTQ | {"dynamic": {"-:.*mlp[.]gate.*": {}, "+:^model.*": {"group_size": 32}, ".*": {"bits": 8}}}),
+        # Symmetric weights have one middle, whatever version wrote the zero points.
+        ("gptq", GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True, "static_groups": True, "damp_percent": 0.1}),
+        ("gptq", GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn"], ["linear_attn", "mlp"]]}),
+        (
+            "gptq",
+            {"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "backend": "auto_round:gptq:exllamav2"},
+        ),
+        ("gptq", {"quant_method": "auto-round", "bits": 4, "group_size": 32, "block_name_to_quantize": "model.layers"}),
+        ("awq", AWQ | {"modules_to_not_convert": ["gate", "mlp.gate", "visual", "lm_head"], "w_bit": 4}),
+        (
+            "awq",
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:auto_awq",
+                "bits": 4,
+                "group_size": 32,
+                "sym": False,
+            },
+        ),
+        (
+            "int4 asymmetric",
+            integers(observer="mse", observer_kwargs={}, actorder="static", scale_dtype="torch.bfloat16"),
+        ),
+        (
+            "int4 asymmetric",
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:llm_compressor",
+                "bits": 16,
+                "sym": False,
+                "extra_config": {"model": {"bits": 4, "group_size": 32}, ".*gate$": {"bits": 16}},
+            },
+        ),
+        ("mxfp4", {"quant_method": "auto-round", "data_type": "mx_fp4", "bits": 4, "group_size": 32}),
+    ],
+)
+def test_keys_of_other_writers_and_hints_are_read(form, config, copied):
+    path = copied(form)
+    expected = weights(load_target(path))
+    change_config(path, quantization_config=config)
+    for name, weight in weights(load_target(path)).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("form", "config"), [("awq", AWQ | {"zero_point": False}), ("int4 asymmetric", integers(symmetric=True))]
+)
+def test_symmetric_weights_with_zero_points_are_refused(form, config, copied):
+    path = copied(form)
+    change_config(path, quantization_config=config)
+    refused(path, "down_proj.", "must be the middle of the codes")
+
+
+def test_the_version_of_gptq_changes_asymmetric_weights(tmp_path):
+    """AutoRound's own packing has no offset."""
+    save_in("gptq_v2 asymmetric", tmp_path)
+    expected = weights(load_target(tmp_path))
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
+    for packing, is_same in (("auto_round", True), ("auto_round:gptqmodel", True), ("auto_round:auto_gptq", False)):
+        change_config(tmp_path, quantization_config=config | {"packing_format": packing})
+        found = weights(load_target(tmp_path))
+        assert np.array_equal(found["layers.1.mixer.q"], expected["layers.1.mixer.q"]) == is_same
+
+
 @pytest.mark.parametrize(("form", "config", "parts"), CONFIGS)
 def test_contradictory_and_hostile_configs_are_refused_by_name(form, config, parts, copied):
     path = copied(form)
@@ -493,12 +651,20 @@ CATASTROPHIC = [
 
 
 def test_patterns_and_lists_of_any_length_end_soon(copied):
-    path = copied("nvfp4 compressed")
     many = [f"model.layers.{i}.mlp.gate" for i in range(200_000)]
-    started = time.process_time()
-    change_config(path, quantization_config=CT | {"ignore": [*CATASTROPHIC, *many]})
-    open_target(path)
-    assert time.process_time() - started < 10
+    patterns = {pattern.removeprefix("re:"): {} for pattern in CATASTROPHIC}
+    configs = {
+        "nvfp4 compressed": CT | {"ignore": [*CATASTROPHIC, *many]},
+        "gptq": GPTQ | {"dynamic": patterns, "extra_config": {name: {} for name in many}, **dict.fromkeys(many, 1)},
+        "awq": AWQ | {"modules_to_not_convert": [*patterns, [[many[:50_000]]]]},
+    }
+    for form, config in configs.items():
+        path = copied(form)
+        started = time.process_time()
+        change_config(path, quantization_config=config)
+        open_target(path)
+        assert time.process_time() - started < 10
+        shutil.rmtree(path)
 
 
 def test_too_many_patterns_are_refused_in_time(copied, monkeypatch):
@@ -510,7 +676,10 @@ def test_too_many_patterns_are_refused_in_time(copied, monkeypatch):
     assert time.process_time() - started < 10
 
 
-@pytest.mark.parametrize("form", ["nvfp4 modelopt", "fp8 block", "nvfp4 compressed", "mixed"])
+@pytest.mark.parametrize(
+    "form",
+    ["nvfp4 modelopt", "fp8 block", "nvfp4 compressed", "mixed", "int4 asymmetric", "gptq", "awq", "mxfp4 modelopt"],
+)
 def test_hostile_values_at_every_place_give_an_input_error_or_a_quantisation(form, tmp_path):
     messages = []
     for path, value, text in changed({"quantization_config": few_bits.config(form)}):
