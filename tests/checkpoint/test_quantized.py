@@ -22,8 +22,7 @@ from dflash_jax.checkpoint.parameters import QUANTIZE, QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models import families
-from dflash_jax.models.families import qwen3_5
-from dflash_jax.models.families.names import same
+from dflash_jax.models.families.names import Entry, rows_of, same, whole_tensors
 from dflash_jax.ops.weights import QuantizedWeight, is_weight
 from dflash_jax.options.option import options_of
 from dflash_jax.options.shared import LLMOptions
@@ -51,12 +50,25 @@ def weights(module) -> dict[str, np.ndarray]:
     return {path: np.asarray(x, np.float32) for path, x in zip(paths, dense, strict=True)}
 
 
-def save_in(form: str, path, is_fused: bool = False) -> dict[str, np.ndarray]:
+# Of other families. One has experts in one of its layers, and layers that share tensors on disk.
+PLAIN = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+PLAIN |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+OTHERS = {
+    "qwen3": PLAIN | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": PLAIN | SPARSE | {"model_type": "qwen3_moe"},
+    "qwen3_next": TARGET | {"model_type": "qwen3_next"},
+    "qwen3_5": {k: v for k, v in TARGET.items() if "exper" not in k and k != "moe_intermediate_size"}
+    | {"model_type": "qwen3_5_text", "intermediate_size": 96},
+}
+
+
+def save_in(form: str, path, is_fused: bool = False, raw: dict = TARGET) -> dict[str, np.ndarray]:
     """Writes a random target with its large matrices in few bits; path → what each parameter stands for."""
-    target, rng = random_decoder(families.read_target(TARGET), 1), np.random.default_rng(0)
+    target, rng = random_decoder(families.read_target(raw), 1), np.random.default_rng(0)
     leaves = dict(zip(parameter_paths(target), map(np.asarray, jax.tree.leaves(target)), strict=True))
     tensors, expected = {}, {}
-    for entry in qwen3_5.weight_names(target.config, () if is_fused else PER_EXPERT):
+    for entry in families.target_family(raw).weight_names(target.config, () if is_fused else PER_EXPERT):
         parts = dict(zip((t.name for t in entry.tensors), entry.write(leaves[entry.path]), strict=True))
         is_large = entry.path.rsplit(".", 1)[-1] in QUANTIZED or (form == "mixed" and entry.path == "head")
         for name, part in parts.items():
@@ -68,7 +80,7 @@ def save_in(form: str, path, is_fused: bool = False) -> dict[str, np.ndarray]:
         tensors |= few_bits.unused(tensors)
     path.mkdir(exist_ok=True)
     save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(TARGET | {"quantization_config": few_bits.config(form)}))
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": few_bits.config(form)}))
     return expected
 
 
@@ -257,6 +269,38 @@ def test_every_form_is_read(form, tmp_path):
     assert isinstance(found.layers[0].ffn.gate_up[...], QuantizedWeight)
     for path, weight in weights(found).items():
         check_equal(form, weight, expected[path], path)
+
+
+@pytest.mark.parametrize("form", ["int4 asymmetric", "gptq asymmetric", "awq", "mxfp4"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_is_read(family, form, tmp_path):
+    expected = save_in(form, tmp_path, raw=OTHERS[family])
+    target = load_target(tmp_path)
+    for path, weight in weights(target).items():
+        check_equal(form, weight, expected[path], path)
+    assert all(w.code for w in jax.tree.leaves(target, is_leaf=is_weight) if isinstance(w, QuantizedWeight))
+    assert sum(isinstance(w, QuantizedWeight) for w in jax.tree.leaves(target, is_leaf=is_weight)) > 5
+
+
+@pytest.mark.parametrize("form", ["gptq asymmetric", "gptq eight", "awq", "int4 asymmetric", "int8 asymmetric"])
+def test_parameters_may_be_rows_of_one_tensor(form):
+    """Of words of several outputs, too, which no parameter has for itself."""
+    weight = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
+    tensors, expected = few_bits.integers(form, "x.weight", weight, np.random.default_rng(1))
+    files, found = Few(tensors), quantization.read({"quantization_config": few_bits.config(form)}, TINY)
+    written, places = [], {}
+    for tensor in rows_of("x.weight", (12, 3, 33), 64):
+        entry = Entry("q", tensor.shape, (tensor,))
+        parts = quantized.stored_of(entry, files, found)
+        arrays = quantized.read(entry, parts, files)
+        rows = slice(tensor.first, tensor.first + tensor.shape[0])
+        np.testing.assert_array_equal(QuantizedWeight.of(arrays).dense(np.float32), expected[rows])
+        written += quantized.write(entry, parts, arrays)
+        places |= {part.name: part for part in parts[0].parts}
+    whole = dict(whole_tensors(written))
+    assert whole.keys() == places.keys()
+    for name, array in whole.items():
+        assert quantized.on_disk(places[name], array, files.dtype(name)).tobytes() == tensors[name].tobytes(), name
 
 
 def test_what_is_not_in_few_bits_is_read_as_it_is(sources):
