@@ -25,15 +25,26 @@ from dflash_jax.parallel.sharding import ONE_DEVICE
 
 def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, array) of the tensors that a conversion was made from, one parameter at a time."""
-    shapes = {name: shape for name, (_, shape) in read_json(directory / orbax.MANIFEST)["tensors"].items()}
-    for name, array in whole_tensors(_disk_parts(directory)):
-        yield name, array.reshape(shapes[name])
+    tensors, in_few_bits = orbax.ConvertedTensors(directory), {}
+    for name, array in whole_tensors(_disk_parts(directory, tensors, in_few_bits)):
+        yield name, _on_disk(array, in_few_bits.get(name), tensors, name)
 
 
-def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yields the tensors of `disk_tensors`, of some only rows at a time."""
+def _on_disk(array: np.ndarray, part: quantized.Part | None, tensors: Tensors, name: str) -> np.ndarray:
+    """What the disk has of a tensor, ``part`` where it is in few bits, by dtype and shape in ``tensors``."""
+    array = array if part is None else quantized.on_disk(part, array, tensors.dtype(name))
+    return array.reshape(tensors[name]) if name in tensors else array
+
+
+def _disk_parts(
+    directory: Path, tensors: orbax.ConvertedTensors, in_few_bits: dict[str, quantized.Part]
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Yields the tensors of `disk_tensors` as they are here, of some only rows at a time.
+
+    Those that are in few bits are put in ``in_few_bits`` before.
+    """
     manifest = read_json(directory / orbax.MANIFEST)
-    tensors, form = orbax.ConvertedTensors(directory), quantization.read(read_raw(directory), directory)
+    form = quantization.read(read_raw(directory), directory)
     entries = {e.path: e for e in read_entries(directory, tensors)}
     for key, record in manifest["records"].items():
         kind, name = key.split(" ", 1)
@@ -45,7 +56,9 @@ def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
         if "array" in arrays:
             yield from zip(entry.tensors, entry.write(arrays["array"]), strict=True)
         else:
-            yield from quantized.write(entry, quantized.stored_of(entry, tensors, form), arrays, tensors)
+            parts = quantized.stored_of(entry, tensors, form)
+            in_few_bits |= {part.name: part for stored in parts for part in stored.parts}
+            yield from quantized.write(entry, parts, arrays)
 
 
 def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:
@@ -131,10 +144,6 @@ class _Planned(Tensors):
         for entry in entries:
             for tensor in entry.tensors:
                 self._tensors |= _of_matrix(tensor.name, *tensor.disk_shape, kind, _run(entry, kind))
-
-    def shaped(self, name: str, array: np.ndarray) -> np.ndarray:
-        """An array of the tensor ``name`` in its shape, another one as it is."""
-        return array.reshape(self[name]) if name in self else array
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1]
@@ -230,7 +239,7 @@ def quantize_to_hf(
         "ignore": ignored,
     }
     planned, form = _Planned(large.values(), kind), quantization.read({"quantization_config": written}, source)
-    todo = [*opened.entries, *sorted(kept)]
+    todo, in_few_bits = [*opened.entries, *sorted(kept)], {}
 
     def parts() -> Iterator[tuple[Tensor, np.ndarray]]:
         one = NamedSharding(ONE_DEVICE.mesh(), PartitionSpec())
@@ -241,11 +250,16 @@ def quantize_to_hf(
                 entry = large[item.path]
                 weight = read_parameter(item, opened, None, kind, one)
                 arrays = quantized.as_compressed({name: np.asarray(x) for name, x in weight.arrays().items()})
-                yield from quantized.write(entry, quantized.stored_of(entry, planned, form), arrays, planned)
+                stored = quantized.stored_of(entry, planned, form)
+                in_few_bits.update({part.name: part for one in stored for part in one.parts})
+                yield from quantized.write(entry, stored, arrays)
+                for tensor in entry.tensors:
+                    if tensor.first == 0 and (name := f"{tensor.name}_shape") in planned:
+                        yield Tensor(name, planned[name]), np.array(tensor.disk_shape, np.int64)
             opened.files.release()
 
     with new_directory(target) as half:
-        tensors = ((name, planned.shaped(name, array)) for name, array in whole_tensors(parts()))
+        tensors = ((n, _on_disk(array, in_few_bits.get(n), planned, n)) for n, array in whole_tensors(parts()))
         _write_shards(tensors, half, target, shard_bytes)
         _carry(source, half, ("config.json", INDEX))
         write_json(half / "config.json", raw | {"quantization_config": written})

@@ -15,11 +15,11 @@ from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.load import load_target, open_target
 from dflash_jax.cli.convert import main
 from dflash_jax.frontend.llm_config import TINY
-from dflash_jax.ops.weights import QuantizedWeight, is_weight
+from dflash_jax.ops.weights import GROUPS, QuantizedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_paths
 
 
-@pytest.fixture(scope="module", params=["nvfp4"])
+@pytest.fixture(scope="module", params=GROUPS)
 def converted(request, tmp_path_factory):
     """(A form, the directory in it)."""
     path = tmp_path_factory.mktemp("quantized") / request.param
