@@ -16,7 +16,7 @@ from dflash_jax.ops.card import SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton.launch import PTX_VERSION, Launch, launching
 from dflash_jax.options.systems import read_system
 from dflash_jax.planner import abstract_pair, read_shapes
-from tools.compile_report import in_form, shorten
+from tools.compile_report import shorten
 
 # Devices of the CPU: a mesh of eight is traced, nothing is computed.
 DEVICES = 8
@@ -26,9 +26,10 @@ SYSTEMS = {
     "qwen3.6-27b": "",
     "qwen3.5-397b-a17b": "tensor=8",
     "qwen3.8-27b": "",
-    # With what `launches` takes as ``quantize``.
+    # With how its weights are quantized.
     "qwen3.6-35b-a3b nvfp4": "",
     "qwen3.6-35b-a3b int4": "",
+    "qwen3.6-35b-a3b int4-128": "",
 }
 # One period of the hybrid models' layers: the others launch the same kernels.
 LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
@@ -86,7 +87,7 @@ def launches(
         mesh: The mesh.
         card: The card.
         dtype: Dtype of the weights that are not quantized.
-        quantize: As in `abstract_pair`, or a form of `compile_report.FORMS`.
+        quantize: As in `abstract_pair`.
         shapes: Whether each launch also has the `shapes_of` its first occurrence.
     """
     import jax
@@ -112,7 +113,6 @@ def launches(
         config, _, quantize = config.partition(" ")
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
-    pair, quantize = in_form(pair, quantize)
     block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card, "all"))

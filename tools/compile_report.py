@@ -14,7 +14,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_jax.checkpoint.quantized import OF_NVFP4, Form
 from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import Card
@@ -37,8 +36,6 @@ H200 = {
     "device_memory_size: 84942979072": "device_memory_size: 151397597184",
     "NVIDIA H100 80GB HBM3": "NVIDIA H200 141GB HBM3e",
 }
-# Forms of published checkpoints in four bits.
-FORMS = {"nvfp4": OF_NVFP4, "int4": Form("int4", 128, "bfloat16")}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
 
@@ -149,23 +146,6 @@ def measure(lowered, layers: int, arrays: dict, options: dict) -> dict:
         # The compiler adds -1 for each loop whose length it does not know: those are left out.
         figures["optimal_seconds"] = cost["optimal_seconds"] % 1
     return figures
-
-
-def in_form(shapes, quantize: str | None):
-    """What `abstract_pair` takes: a pair, in a form of `FORMS` if ``quantize`` names one, and how it is quantized."""
-    import jax.numpy as jnp
-
-    from dflash_jax.checkpoint.load import Forms
-    from dflash_jax.checkpoint.parameters import QUANTIZED
-    from dflash_jax.models.decoder import abstract_decoder
-    from dflash_jax.ops.backend import XLA
-    from dflash_jax.parallel.sharding import Layout, parameter_paths
-
-    if quantize not in FORMS:
-        return shapes, quantize
-    paths = parameter_paths(abstract_decoder(shapes.target, jnp.bfloat16, Layout.parse(""), XLA))
-    parameters = tuple((path, FORMS[quantize]) for path in paths if path.rsplit(".", 1)[-1] in QUANTIZED)
-    return replace(shapes, forms=Forms(parameters)), None
 
 
 def shorten(shapes, count: int):

@@ -113,6 +113,14 @@ def in_eight_bits(request: Request) -> Change | None:
     return _change(request, "--quantize", "fp8", text="FP8", quantize="fp8")
 
 
+def in_four_bits(request: Request) -> Change | None:
+    """NVFP4 for the target's large matrices; None where they have few bits of another's choice, or eight are enough."""
+    eight = in_eight_bits(request)
+    if eight.request.fits() if eight else request.quantize not in ("int8", "fp8"):
+        return None
+    return _change(request, "--quantize", "nvfp4", text="NVFP4", quantize="nvfp4")
+
+
 def in_bfloat16(request: Request) -> Change | None:
     """bfloat16 for the weights; None where they are in bfloat16."""
     import jax.numpy as jnp
@@ -190,7 +198,8 @@ def _more_devices_and_fewer_slots(request: Request) -> Change | None:
 
 def _single(request: Request) -> Iterator[Change]:
     """The single changes of the system, and of the number of devices, that fit."""
-    for change in (on_more_devices, in_bfloat16, in_eight_bits, shorter, fewer_slots, without_drafter, without_vision):
+    few_bits = in_bfloat16, in_eight_bits, in_four_bits
+    for change in (on_more_devices, *few_bits, shorter, fewer_slots, without_drafter, without_vision):
         changed = change(request)
         if changed is not None and changed.request.fits():
             yield changed

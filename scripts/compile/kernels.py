@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 
 from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import SHARED_MEMORY, Card
 from dflash_jax.options.parser import Parser
 from dflash_jax.parallel.devices import versions
 from dflash_jax.process import exit_code
 from tools.compile_kernels import SYSTEMS, compiled, digest, launches, over_limit, prepare
-from tools.compile_report import FORMS
 
 CARDS = (80, 89, 90, 100, 120)
 
@@ -101,9 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="default: %(default)s"
     )
-    p.add_argument(
-        "--quantize", choices=["int8", "fp8", *FORMS], help="weights in few bits (default: as the config has them)"
-    )
+    p.add_argument("--quantize", choices=QUANTIZE[1:], help="weights in few bits (default: as the config has them)")
     p.add_argument("--out", type=Path, metavar="FILE", help="JSON")
     return p
 

@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 
 from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.options.parser import Parser
@@ -21,7 +22,7 @@ from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import abstract_pair, read_shapes
 from dflash_jax.process import exit_code
-from tools.compile_report import FORMS, backend_of, in_form, measure, prepare, shorten, topology
+from tools.compile_report import backend_of, measure, prepare, shorten, topology
 
 
 def report(shapes, layout, devices, args) -> dict:
@@ -40,8 +41,7 @@ def report(shapes, layout, devices, args) -> dict:
     # Executables for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
     backend = backend_of(devices[0], args.kernels)
-    shapes, quantize = in_form(shapes, args.quantize)
-    target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, quantize, backend)
+    target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
     mesh = layout.mesh(devices)
     options = {} if ":" in args.device else GPU_OPTIONS
     window = 1
@@ -128,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--decode-context-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
     p.add_argument("--slots", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
-    p.add_argument("--quantize", choices=["int8", "fp8", *FORMS])
+    p.add_argument("--quantize", choices=QUANTIZE[1:])
     p.add_argument(
         "--kernels",
         choices=CHOICES,

@@ -64,6 +64,11 @@ LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4, 8), repeat=3) if np.pro
 FEW = [Layout(tensor=2), Layout(tensor=8), Layout(expert=2, tensor=4), Layout(2, 2, 2)]
 LAYOUTS += [Layout(tensor=n) for n in (2, 3, 6)] + [Layout(expert=2), Layout(data=2, tensor=2), Layout(2, 2, 1)]
 EXPERTS = ("model.layers.0.mlp.experts.0.", "mtp.layers.0.mlp.experts.0.")
+# Of forms that have the same arrays here, one.
+OF_OTHERS = (
+    *(*few_bits.FP8, "nvfp4 modelopt", "nvfp4 compressed", "mixed"),
+    *("int4 asymmetric", "awq", "gptq eight", "mxfp4"),
+)
 # (dtype of the checkpoint, quantize)
 FORMS = [
     ("float32", None),
@@ -73,7 +78,9 @@ FORMS = [
     ("float32", "int8"),
     ("float32", "fp8"),
     ("fp8", "int8"),
-    *((form, None) for form in few_bits.FORMS),
+    ("float32", "int4"),
+    ("float32", "nvfp4"),
+    *((form, None) for form in OF_OTHERS),
     ("mixed", "none"),
 ]
 KINDS = ("target", "head", "drafter")
@@ -107,7 +114,7 @@ def in_blocks(weight: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray, np.ndarr
 def sources(tmp_path_factory):
     """(dtype, kind) → (directory, the parameters in float32 by path)."""
     path, found = tmp_path_factory.mktemp("sources"), {}
-    for dtype in ("float32", "bfloat16", "fp8", *few_bits.FORMS):
+    for dtype in ("float32", "bfloat16", "fp8", *OF_OTHERS):
         rng = np.random.default_rng(0)
         tensors: dict[str, dict] = {"target": {}, "draft": {}}
         for kind, (module, entries) in modules().items():
@@ -119,7 +126,7 @@ def sources(tmp_path_factory):
                 if dtype == "fp8" and entry.path.rsplit(".", 1)[-1] in QUANTIZED:
                     for name, part in parts.items():
                         tensors[folder][name], tensors[folder][f"{name}_scale_inv"], parts[name] = in_blocks(part, rng)
-                elif dtype in few_bits.FORMS and is_in_few_bits(entry, dtype):
+                elif dtype in OF_OTHERS and is_in_few_bits(entry, dtype):
                     for name, part in parts.items():
                         found_part = few_bits.stored(dtype, name, part, rng)
                         if found_part is None:
@@ -140,7 +147,7 @@ def sources(tmp_path_factory):
             directory.mkdir(parents=True)
             if dtype == "fp8":
                 raw = raw | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
-            if dtype in few_bits.FORMS:
+            if dtype in OF_OTHERS:
                 raw = raw | {"quantization_config": few_bits.config(dtype)}
             if dtype == "mixed":
                 tensors[folder] |= few_bits.unused(tensors[folder])
@@ -208,7 +215,7 @@ def check_weights(found: dict, expected: dict, layout: Layout) -> None:
 def of_one_device(sources, kind, dtype, quantize) -> dict:
     """What every mesh must have: the tensors' values, or what one device quantises them to."""
     directory, whole = sources[dtype, kind]
-    if quantize not in ("int8", "fp8") or kind == "drafter" or dtype == "fp8":
+    if quantize in (None, "none") or kind == "drafter" or dtype == "fp8":
         return whole
     quantised = {p for p in whole if p.rsplit(".", 1)[-1] in QUANTIZED}
     one = weights(load(kind, directory, dtype, ONE_DEVICE, quantize))
@@ -271,7 +278,7 @@ def test_every_mesh_has_one_devices_weights_from_orbax(sources, conversion, kind
         check_weights(weights(load(kind, directory, dtype, layout, quantize)), expected, layout)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4", "nvfp4"])
 def test_what_is_quantised_for_one_mesh_is_read_on_every_mesh(sources, conversion, quantize):
     expected = of_one_device(sources, "target", "float32", quantize)
     directory = conversion("float32", "target", quantize, Layout(tensor=4))
@@ -361,8 +368,8 @@ REFUSED = [
     ({}, Layout(tensor=8, decode_context_parallel=8), None),
     ({}, Layout(tensor=2, decode_context_parallel=2), "fp8"),
     ({}, Layout(), "int4"),
-    ({"quant_method": "awq"}, Layout(tensor=2), None),
-    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, Layout(), None),
+    ({"quant_method": "awq", "bits": 3, "group_size": 32}, Layout(tensor=2), None),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, Layout(), None),
     ({"quant_method": "fp8", "weight_block_size": [BLOCK, 0]}, Layout(), "int8"),
 ]
 
