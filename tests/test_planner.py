@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.checkpoint.load import load_target
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.cli.plan import main
 from dflash_jax.engine.model_size import weigh
 from dflash_jax.errors import InputError

@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -103,6 +105,7 @@ def _write_shards(tensors: Iterable[tuple[str, np.ndarray]], half: Path, target:
     """Writes tensors to the directory ``half``, which becomes ``target``, in files of about ``shard_bytes``."""
     shards: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}
+    size = 0
 
     def write() -> None:
         shards.append(list(waiting))
@@ -111,12 +114,16 @@ def _write_shards(tensors: Iterable[tuple[str, np.ndarray]], half: Path, target:
             save_file(waiting, path, metadata={"format": "pt"})
         except SafetensorError as e:  # a full disk, which the library does not report as an OSError
             raise InputError(f"{target} cannot be written: {e}") from None
+        # The library makes the file private, as in `files.write_tensors`.
+        path.chmod(0o644)
         waiting.clear()
 
     for name, array in tensors:
-        if waiting and sum(x.nbytes for x in waiting.values()) + array.nbytes > shard_bytes:
+        if waiting and size + array.nbytes > shard_bytes:
             write()
+            size = 0
         waiting[name] = array
+        size += array.nbytes
     write()
     name_shards(half, shards)
 
@@ -204,20 +211,57 @@ def _group(kind: str, run: int, targets: list[str]) -> dict:
     return {"targets": targets, "weights": weights, "input_activations": None, "format": form}
 
 
+def _check_matrices(entry: Entry, kind: str) -> None:
+    """Raises InputError where the tensors of a parameter cannot be written in ``kind``."""
+    tensor, reason = entry.tensors[0], None
+    if any(len(t.disk_shape) != 2 for t in entry.tensors):
+        reason = "it must be a matrix"
+    elif kind == "nvfp4" and entry.shape[-1] % GROUPS[kind]:
+        reason = f"its rows must be in groups of {GROUPS[kind]}"
+    elif kind == "nvfp4" and any(t.rows for t in entry.tensors):
+        reason = "its parts must have one scale of scales"
+    if reason:
+        raise InputError(f"{tensor.name!r} {list(tensor.disk_shape)} cannot be written in {kind}: {reason}")
+
+
+def _joined(entry: Entry) -> str:
+    """The path of a parameter, the same for q, k and v of a layer."""
+    parent, _, name = entry.path.rpartition(".")
+    return parent if name in ("q", "k", "v") else entry.path
+
+
+def _with_one_factor(weights: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+    """The arrays of weights of `ops.weights.quantize`, with the largest of their factors for all."""
+    found = [{name: np.asarray(array) for name, array in arrays.items()} for arrays in weights]
+    if "factor" not in found[0]:
+        return found
+    largest = max(arrays["factor"].max() for arrays in found)
+    return [
+        arrays
+        | {
+            # Factors are powers of two.
+            "scale": (arrays["scale"].astype(np.float32) * (arrays["factor"] / largest)).astype(arrays["scale"].dtype),
+            "factor": np.full_like(arrays["factor"], largest),
+        }
+        for arrays in found
+    ]
+
+
 def quantize_to_hf(
     source: Path, target: Path, kind: str, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]
 ) -> int:
     """Writes a target with its large matrices in four bits, as compressed-tensors has them.
 
     They are those, and the numbers are those, that loading with ``quantize`` has. Experts are written one by one, as
-    other engines read them.
+    other engines read them. Those join q, k and v to one matrix, which has one divisor there: so these have the same
+    one, with which scales far below the largest may be rounded.
 
     Args:
         source: A Hugging Face directory of a target.
         target: A new directory.
         kind: A key of `ops.weights.GROUPS`.
         shard_bytes: Size of a shard, about.
-        progress: ``progress(iterable, total)`` wraps the loop over parameters and further tensors.
+        progress: ``progress(iterable, total)`` wraps the loop over these matrices and further tensors.
 
     Returns:
         The number of matrices in four bits.
@@ -232,11 +276,15 @@ def quantize_to_hf(
     entries = {e.path: e for e in families.target_family(raw).weight_names(opened.config, one_by_one)}
     large = {e.path: entries[e.path] for e in opened.entries if e.path.rsplit(".", 1)[-1] in QUANTIZED}
     for entry in large.values():
-        if kind == "nvfp4" and (entry.shape[-1] % GROUPS[kind] or any(t.rows for t in entry.tensors)):
-            raise InputError(f"{entry.tensors[0].name!r} {list(entry.shape)} cannot be in NVFP4: it has groups of 16")
+        _check_matrices(entry, kind)
     modules = {t.name.removesuffix(".weight"): _run(e, kind) for e in large.values() for t in e.tensors}
     kept = {t.name for e in opened.entries if e.path not in large for t in e.tensors} | set(opened.skipped)
-    ignored = sorted(n.removesuffix(".weight") for n in kept if n.endswith(".weight") and len(opened.files[n]) == 2)
+    ignored = {n.removesuffix(".weight") for n in kept if n.endswith(".weight") and len(opened.files[n]) == 2}
+    # A head that is tied to the embedding has no tensor, and is a module all the same.
+    ignored.add("lm_head")
+    # Other engines ask for each of the experts of an MTP head, which are stacked.
+    experts = {n.rpartition(".")[0] for n in kept if len(opened.files[n]) == 3 and ".experts." in n}
+    ignored |= {f"re:{re.escape(name)}[.].*" for name in experts}
     runs = {run: sorted(m for m, r in modules.items() if r == run) for run in sorted(set(modules.values()))}
     usual = max(runs, key=lambda run: len(runs[run]), default=0)
     groups = [_group(kind, run, ["Linear"] if run == usual else names) for run, names in runs.items()]
@@ -245,23 +293,27 @@ def quantize_to_hf(
         "format": groups[0]["format"] if groups else "dense",
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
-        "ignore": ignored,
+        "ignore": sorted(ignored),
     }
     planned, form = _Planned(large.values(), kind), quantization.read({"quantization_config": written}, source)
-    todo, in_few_bits = [*opened.entries, *sorted(kept)], {}
+    joined: dict[str, list[Entry]] = {}
+    for entry in opened.entries:
+        if entry.path in large:
+            joined.setdefault(_joined(entry), []).append(entry)
+    todo, in_few_bits = [*joined.values(), *sorted(kept)], {}
 
     def parts() -> Iterator[tuple[Tensor, np.ndarray]]:
         one = NamedSharding(ONE_DEVICE.mesh(), PartitionSpec())
         for item in progress(todo, len(todo)):
             if isinstance(item, str):
                 yield Tensor(item, opened.files[item]), opened.files.read(item)
-            elif item.path in large:
-                entry = large[item.path]
-                weight = read_parameter(item, opened, None, kind, one)
-                arrays = quantized.as_compressed({name: np.asarray(x) for name, x in weight.arrays().items()})
+                continue
+            weights = [read_parameter(entry, opened, None, kind, one).arrays() for entry in item]
+            for read, arrays in zip(item, _with_one_factor(weights), strict=True):
+                entry = large[read.path]
                 stored = quantized.stored_of(entry, planned, form)
                 in_few_bits.update({part.name: part for matrix in stored for part in matrix.parts})
-                yield from quantized.write(entry, stored, arrays)
+                yield from quantized.write(entry, stored, quantized.as_compressed(arrays))
                 for matrix in stored:
                     for part in matrix.constants.values():
                         yield Tensor(part.name, part.shape), np.array(matrix.tensor.disk_shape)

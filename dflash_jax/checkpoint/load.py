@@ -207,7 +207,7 @@ def load_target(
         dtype: Dtype of the parameters that are not quantized.
         layout: The mesh.
         quantize: None keeps weights in few bits as they are; "none" makes them ``dtype``; others of
-            `quantization.QUANTIZE` quantize the other large matrices, "int8" and "fp8" with one scale an output,
+            `quantize.QUANTIZE` quantize the other large matrices, "int8" and "fp8" with one scale an output,
             "int4" and "nvfp4" with one a group. Embedding, head, router, norms and small projections are never
             quantized.
         backend: Where it will run; this machine by default.

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.checkpoint import quantized
 from dflash_jax.checkpoint.files import Tensors
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.families.names import Entry

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoint.config_files import parsed, read_json
+from dflash_jax.checkpoint.quantize import AUTO_ROUND, FORMATS
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.reading import LIMIT, flag, section, shown, words
 
 FP8, NVFP4, MXFP4, INT4, INT8 = "FP8", "NVFP4", "MXFP4", "INT4", "INT8"
 READ_HERE = "FP8, NVFP4, MXFP4, INT4 and INT8 are read here"
 INTEGERS = {4: INT4, 8: INT8}
-# What loading may quantize to (`ops.weights.quantize`); none: nothing, and weights in few bits are multiplied out.
-FOUR_BITS = ("int4", "int4-64", "int4-128", "nvfp4")
-QUANTIZE = ("none", "int8", "fp8", *FOUR_BITS)
 # Inputs that share a scale of NVFP4, and of the forms of OCP Microscaling.
 GROUP, MX_GROUP = 16, 32
 # How a claim's integers are packed: in words of several inputs as compressed-tensors has them, GPTQ's, of which the
@@ -461,15 +459,6 @@ def _names(raw: Mapping[str, Any], keys: str) -> list[str]:
     return names
 
 
-# Formats by their names in options → quant_method.
-AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round", "inc")
-FORMATS = {
-    "awq": ("awq",),
-    "gptq": ("gptq",),
-    "auto-round": AUTO_ROUND,
-    "compressed-tensors": ("compressed-tensors",),
-    "modelopt": ("modelopt", "modelopt_fp4", "modelopt_mixed"),
-}
 READERS: dict[str, Callable[[dict], Quantization]] = {
     "fp8": _read_fp8,
     "modelopt": _read_modelopt,

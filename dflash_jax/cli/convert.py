@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_jax import progress
-from dflash_jax.checkpoint.quantization import FOUR_BITS, QUANTIZE
+from dflash_jax.checkpoint.quantize import FOUR_BITS, QUANTIZE
 from dflash_jax.options.option import option
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.process import exit_code

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import VisionConfig
 from dflash_jax.ops.card import Card

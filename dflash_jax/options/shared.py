@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dflash_jax.checkpoint.quantization import FORMATS, QUANTIZE
+from dflash_jax.checkpoint.quantize import FORMATS, QUANTIZE
 from dflash_jax.engine.config import BATCH_SIZES, BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES

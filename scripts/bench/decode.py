@@ -25,7 +25,7 @@ import jax
 
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec

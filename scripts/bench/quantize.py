@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.checkpoint.smollm2 import cached_smollm2
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.ops.weights import QuantizedWeight, is_weight

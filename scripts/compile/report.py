@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.options.parser import Parser

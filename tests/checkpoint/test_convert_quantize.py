@@ -1,6 +1,8 @@
 """`dflash convert quantize`: the package of compressed-tensors, and loading, read the numbers that --quantize has."""
 
 import json
+import re
+import shutil
 
 import jax
 import ml_dtypes
@@ -11,12 +13,16 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file
 
-from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.checkpoint.export import _check_matrices
+from dflash_jax.checkpoint.files import TensorFiles, write_tensors
 from dflash_jax.checkpoint.load import load_target, open_target
 from dflash_jax.cli.convert import main
+from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.models.families.names import Entry, Tensor
 from dflash_jax.ops.weights import QuantizedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_paths
+from tests.checkpoint.conftest import change_config
 
 
 @pytest.fixture(scope="module", params=["int4", "nvfp4"])
@@ -31,9 +37,70 @@ def test_a_converted_target_is_the_one_that_loading_quantizes(converted):
     kind, path = converted
     found, right = load_target(path), load_target(TINY / "target", quantize=kind)
     assert jax.tree.structure(found) == jax.tree.structure(right)
-    for name, a, b in zip(parameter_paths(found), jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype, name
+    leaves = (jax.tree.leaves(target, is_leaf=is_weight) for target in (found, right))
+    for name, a, b in zip(parameter_paths(found, is_weight), *leaves, strict=True):
+        assert [x.dtype for x in jax.tree.leaves(a)] == [x.dtype for x in jax.tree.leaves(b)], name
+        if isinstance(a, QuantizedWeight):
+            np.testing.assert_array_equal(a.scales(), b.scales(), err_msg=name)
+            a, b = a.values, b.values
         np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_matrices_that_other_engines_join_have_one_divisor(converted):
+    """vLLM and SGLang take the largest of those of q, k and v, of qkv and z, and of gate and up, for all."""
+    _, path = converted
+    files = TensorFiles(path)
+    groups = ({"q_proj", "k_proj", "v_proj"}, {"in_proj_qkv", "in_proj_z"}, {"gate_proj", "up_proj"})
+    found, loaded = {}, load_target(TINY / "target", quantize="nvfp4").layers[3].mixer
+    for name in (name for name in files if name.endswith(".weight_global_scale")):
+        parent, _, module = name.removesuffix(".weight_global_scale").rpartition(".")
+        key = parent, next((i for i, group in enumerate(groups) if module in group), module)
+        found.setdefault(key, set()).add(files.read(name).item())
+    assert {key: len(values) for key, values in found.items()} == dict.fromkeys(found, 1)
+    assert len({np.asarray(weight[...].factor).flat[0] for weight in (loaded.q, loaded.k, loaded.v)}) > 1
+
+
+def test_what_stays_is_ignored_by_every_name_that_others_ask_for(converted):
+    _, path = converted
+    ignore = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "lm_head" in ignore
+    patterns = [re.compile(name.removeprefix("re:")) for name in ignore if name.startswith("re:")]
+    for module in ("mtp.layers.0.mlp.experts.0.gate_proj", "mtp.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate"):
+        assert module in ignore or any(pattern.match(module) for pattern in patterns), module
+    assert not any(pattern.match("model.layers.0.mlp.experts.0.gate_proj") for pattern in patterns)
+
+
+def test_files_can_be_read_by_others_as_the_config_can(converted):
+    _, path = converted
+    assert {file.stat().st_mode & 0o777 for file in path.glob("*.safetensors")} == {0o644}
+
+
+def test_a_target_with_tied_embeddings_ignores_its_head(tmp_path):
+    source = shutil.copytree(TINY / "target", tmp_path / "source")
+    files = TensorFiles(source)
+    kept = {name: files.read(name).copy() for name in files if name != "lm_head.weight"}
+    write_tensors(source, kept)
+    change_config(source, tie_word_embeddings=True)
+    assert main(["quantize", str(source), str(tmp_path / "new")]) == 0
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert "lm_head" in config["quantization_config"]["ignore"]
+    assert "lm_head.weight" not in TensorFiles(tmp_path / "new")
+    load_target(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (Tensor("x.weight", (2, 4, 16)), "it must be a matrix"),
+        (Tensor("x.weight", (4, 24)), "its rows must be in groups of 16"),
+        (Tensor("x.weight", (4, 16), 0, 8), "its parts must have one scale of scales"),
+    ],
+)
+def test_what_cannot_be_in_nvfp4_is_named(tensor, reason):
+    """Tables of outside families may have any of these."""
+    with pytest.raises(InputError) as error:
+        _check_matrices(Entry("layers.0.mixer.q", tensor.shape, (tensor,)), "nvfp4")
+    assert str(error.value) == f"'x.weight' {list(tensor.disk_shape)} cannot be written in nvfp4: {reason}"
 
 
 def test_the_package_of_compressed_tensors_reads_it(converted):

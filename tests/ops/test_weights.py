@@ -1,12 +1,13 @@
 """Weights in four and eight bits: what they stand for, their axes, their products."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.ops.weights import CODES, GROUPS, QuantizedWeight, quantize
 from tests import few_bits
 
