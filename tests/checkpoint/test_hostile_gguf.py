@@ -6,8 +6,9 @@ import struct
 import pytest
 
 from dflash_jax.checkpoint.files import write_json
-from dflash_jax.checkpoint.gguf import GgufFile, hf_tensors, llama3_scaling, read_config
-from dflash_jax.checkpoint.gguf_file import MOST_ITEMS
+from dflash_jax.checkpoint.gguf_config import llama3_scaling, read_config
+from dflash_jax.checkpoint.gguf_file import MOST_ITEMS, GgufFile
+from dflash_jax.checkpoint.gguf_tensors import hf_tensors
 from dflash_jax.checkpoint.gguf_tokenizer import save_tokenizer
 from dflash_jax.checkpoint.load import read_target_config
 from dflash_jax.errors import InputError

@@ -1,0 +1,210 @@
+"""GGUF files of Qwen's hybrids with their MTP heads and of DFlash drafters: converted back, they are what they were."""
+
+from pathlib import Path
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from dflash_jax.checkpoint import gguf_tensors
+from dflash_jax.checkpoint.gguf import convert
+from dflash_jax.checkpoint.load import load_drafter, load_target
+from dflash_jax.errors import InputError
+from dflash_jax.models.mtp import Mtp
+from tests import llama_cpp
+from tests.checkpoint.test_gguf import says
+from tests.float64 import assert_near, in_both
+from tools.equality import forward
+
+FORKS = {
+    "fc.weight": "dflash_fc.weight",
+    "enc.output_norm.weight": "dflash_hidden_norm.weight",
+    **{f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(2)},
+}
+NESTED = {
+    **{f"blk.{i}.{x}_conv_{y}": f"blk.{i}.{x}_conv.{y}" for i in range(2) for x in ("attn", "ffn") for y in ("base",)},
+    **{f"blk.{i}.{x}_conv_proj.weight": f"blk.{i}.{x}_conv.proj.weight" for i in range(2) for x in ("attn", "ffn")},
+    "selector_hidden.weight": "selector.hidden_proj.weight",
+    "selector_predecessor.weight": "selector.pred_codebook",
+    "selector_successor.weight": "selector.succ_codebook",
+}
+
+
+def compare(directory: Path, tensors: dict[str, np.ndarray], is_hybrid: bool = True) -> None:
+    """The tensors of a directory are those of the original, but for what rounding to float32 left in the file.
+
+    Of norms with 1 added that is half a last place of 1, and the sum is the same.
+    """
+    written = load_file(directory / "model.safetensors")
+    assert set(written) == set(tensors)
+    for name, array in tensors.items():
+        actual, expected = written[name], array
+        if name.endswith("A_log"):
+            assert np.abs(actual - expected).max() < 2e-7, name
+            actual, expected = (x.astype(ml_dtypes.bfloat16) for x in (actual, expected))
+        if "norm" in name and not name.endswith("linear_attn.norm.weight") and is_hybrid:
+            assert np.abs(actual - expected).max() <= 2.0**-24, name
+            actual, expected = actual + np.float32(1), expected + np.float32(1)
+        np.testing.assert_array_equal(actual, expected, name, strict=True)
+
+
+@pytest.mark.parametrize("architecture", llama_cpp.TARGETS)
+def test_a_hybrid_converted_back_is_what_it_was(architecture, tmp_path, monkeypatch):
+    # Some rows of each tensor at a time.
+    monkeypatch.setattr(gguf_tensors, "CHUNK", 1000)
+    raw, tensors = llama_cpp.target(architecture)
+    config = convert(llama_cpp.write_target(tmp_path / "model.gguf", architecture), tmp_path / "hf")
+    for key, value in raw.items():
+        assert config[key] == value, key
+    compare(tmp_path / "hf", tensors)
+    load_target(tmp_path / "hf")
+    if "mtp_num_hidden_layers" in raw:
+        assert isinstance(load_drafter(tmp_path / "hf"), Mtp)
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("qwen35", "F32"), ("qwen35moe", "F32"), ("qwen35moe", "Q8_0")])
+def test_a_hybrid_is_what_transformers_reads(architecture, kind, tmp_path):
+    """transformers undoes llama.cpp's transforms by code of its own."""
+    path = llama_cpp.write_target(tmp_path / "model.gguf", architecture, kind)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).eval()
+    convert(path, tmp_path / "hf", "float32")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    for (name, a), (_, b) in zip(again.state_dict().items(), reference.state_dict().items(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=2e-7 if name.endswith("A_log") else 0), name
+    for key in ("layer_types", "rope_parameters", "head_dim", "linear_num_value_heads", "linear_value_head_dim"):
+        assert getattr(again.config, key) == getattr(reference.config, key), key
+    tokens = np.random.default_rng(1).integers(0, llama_cpp.VOCAB, (2, 40))
+    expected, _ = in_both(again, tokens)
+    scores, _ = forward(load_target(tmp_path / "hf"), tokens)
+    assert_near(np.asarray(scores), expected, "logits")
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "changes"),
+    [
+        ("dflash", "dflash", {}),
+        ("dflash2", "dflash", {}),
+        ("dspark", "dflash", {}),
+        ("dflash", "dflash-draft", {"names": FORKS}),
+        ("dflash2", "qwen35-dflash-draft", {"names": FORKS | NESTED}),
+    ],
+)
+def test_a_drafter_converted_back_is_what_it_was(kind, architecture, changes, tmp_path):
+    raw, tensors = llama_cpp.drafter(kind)
+    if architecture != "dflash":
+        own = raw["dflash_config"]
+        more = {"target_layers": None, "dflash.target_layer_ids": own["target_layer_ids"], "block_size": None}
+        more |= {"dflash.block_size": 8, "dflash.mask_token_id": own["mask_token_id"]}
+        more |= dict.fromkeys(llama_cpp.CONVS)
+        more |= {f"dflash.dflash2.{key}": own[key] for key in llama_cpp.CONVS if key in own}
+        changes = changes | {"more": {f"{architecture}.{k}": v for k, v in more.items()}}
+        changes["more"]["tokenizer.ggml.mask_token_id"] = None
+    config = convert(llama_cpp.write_drafter(tmp_path / "model.gguf", kind, architecture, **changes), tmp_path / "hf")
+    assert {key: config[key] for key in raw} == raw
+    compare(tmp_path / "hf", tensors, is_hybrid=False)
+    load_drafter(tmp_path / "hf")
+
+
+def test_a_reduced_head_has_offsets_for_token_ids(tmp_path):
+    ids = np.array([3, 4, 9, 20])
+    head = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    path = llama_cpp.write_drafter(tmp_path / "model.gguf", "dflash", tensors={"d2t": ids, "output.weight": head})
+    assert convert(path, tmp_path / "hf")["draft_vocab_size"] == 4
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    np.testing.assert_array_equal(written["d2t"], ids - np.arange(4), strict=True)
+    assert load_drafter(tmp_path / "hf").config.draft_vocab_size == 4
+
+
+def test_experts_of_gate_and_up_in_one_tensor(tmp_path):
+    raw, tensors = llama_cpp.target("qwen35moe")
+    stored = llama_cpp.stored(raw, tensors)
+    pairs = {i: [f"blk.{i}.ffn_{x}_exps.weight" for x in ("gate", "up")] for i in range(4)}
+    fused = {f"blk.{i}.ffn_gate_up_exps.weight": np.concatenate([stored[n] for n in pairs[i]], 1) for i in pairs}
+    changes = fused | {name: None for pair in pairs.values() for name in pair}
+    convert(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe", tensors=changes), tmp_path / "hf")
+    compare(tmp_path / "hf", tensors)
+
+
+def test_queries_keys_and_values_in_one_tensor(tmp_path):
+    raw, tensors = llama_cpp.target("qwen35")
+    stored = llama_cpp.stored(raw, tensors)
+    three = {i: [f"blk.{i}.attn_{x}.weight" for x in "qkv"] for i in (2, 3)}
+    fused = {f"blk.{i}.attn_qkv.weight": np.concatenate([stored[n] for n in three[i]]) for i in three}
+    changes = fused | {name: None for names in three.values() for name in names}
+    convert(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35", tensors=changes), tmp_path / "hf")
+    compare(tmp_path / "hf", tensors)
+
+
+def test_projections_of_old_files_in_one_tensor(tmp_path):
+    _, tensors = llama_cpp.target("qwen3next")
+    old = {f"blk.{i}.ssm_in.weight": tensors[f"model.layers.{i}.linear_attn.in_proj_qkvz.weight"] for i in range(2)}
+    changes = old | {f"blk.{i}.attn_{x}.weight": None for i in range(2) for x in ("qkv", "gate")}
+    convert(llama_cpp.write_target(tmp_path / "model.gguf", "qwen3next", tensors=changes), tmp_path / "hf")
+    compare(tmp_path / "hf", tensors)
+
+
+def test_a_head_alone_has_no_copies_of_its_targets_tables(tmp_path):
+    raw, tensors = llama_cpp.target("qwen35moe")
+    trunk = {name: None for name in llama_cpp.stored(raw, tensors) if name.startswith(("blk.0.", "blk.1.", "blk.2."))}
+    convert(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe", tensors=trunk), tmp_path / "head")
+    kept = ("mtp.", "model.norm.weight")
+    compare(tmp_path / "head", {name: array for name, array in tensors.items() if name.startswith(kept)})
+    assert isinstance(load_drafter(tmp_path / "head"), Mtp)
+
+
+def test_a_target_without_its_head_or_output(tmp_path):
+    raw, tensors = llama_cpp.target("qwen35")
+    stored = llama_cpp.stored(raw, tensors)
+    without = {name: None for name in stored if name.startswith("blk.3.")} | {"output.weight": None}
+    more = {"qwen35.nextn_predict_layers": None, "qwen35.block_count": 3}
+    path = llama_cpp.write_target(tmp_path / "model.gguf", "qwen35", tensors=without, more=more)
+    config = convert(path, tmp_path / "hf")
+    assert (config["tie_word_embeddings"], "mtp_num_hidden_layers" in config) == (True, False)
+    gone = ("mtp.", "lm_head.")
+    compare(tmp_path / "hf", {name: array for name, array in tensors.items() if not name.startswith(gone)})
+
+
+def test_kinds_of_layers_one_by_one(tmp_path):
+    more = {"qwen35.full_attention_interval": 7, "qwen35.attention.recurrent_layers": [True, True, False, False]}
+    path = llama_cpp.write_target(tmp_path / "model.gguf", "qwen35", more=more)
+    assert convert(path, tmp_path / "hf")["layer_types"] == llama_cpp.HYBRID["layer_types"]
+
+
+def split(path: Path) -> list[Path]:
+    """A file in three, as llama-gguf-split writes them: the first has all metadata, and here no tensor."""
+    reader = gguf.GGUFReader(path)
+    paths = [path.with_name(f"part-{i + 1:05d}-of-00003.gguf") for i in range(3)]
+    for i, (part, some) in enumerate(zip(paths, ([], reader.tensors[:20], reader.tensors[20:]), strict=True)):
+        writer = gguf.GGUFWriter(part, "qwen35moe")
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", 3)
+        for field in reader.fields.values() if i == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub)
+        for tensor in some:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+def test_several_files_are_one_model(tmp_path):
+    _, tensors = llama_cpp.target("qwen35moe")
+    paths = split(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe"))
+    for i, path in enumerate(paths):
+        convert(path, tmp_path / f"hf{i}")
+        compare(tmp_path / f"hf{i}", tensors)
+    paths[1].unlink()
+    with pytest.raises(InputError) as error:
+        convert(paths[0], tmp_path / "none")
+    says(error, paths[0], "one of 3 parts", "1 of them are not beside it, first part-00002-of-00003.gguf")
+    (tmp_path / "renamed.gguf").write_bytes(paths[2].read_bytes())
+    with pytest.raises(InputError, match=r"NAME-00001-of-00003\.gguf"):
+        convert(tmp_path / "renamed.gguf", tmp_path / "none")
