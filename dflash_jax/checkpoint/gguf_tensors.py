@@ -414,7 +414,10 @@ def _output(parts: list[GgufTensor], config: dict, rule: Rule) -> Output:
         shape = (rows.count, *shape[1:])
     if columns and (len(shape) != 2 or columns.total != width):
         raise InputError(f"has {width} columns, it must have {columns.total}")
-    return Output(rule.shape(shape) if rule.shape else shape, sources, width, rows, columns, rule.value)
+    wanted = rule.shape(shape) if rule.shape else shape
+    if math.prod(wanted) != math.prod(shape):
+        raise InputError(f"has too many axes: it must have {list(wanted)} or fewer")
+    return Output(wanted, sources, width, rows, columns, rule.value)
 
 
 def _rows(tensor: GgufTensor) -> np.ndarray:

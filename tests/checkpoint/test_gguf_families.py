@@ -1,5 +1,6 @@
 """GGUF files of Qwen's hybrids with their MTP heads and of DFlash drafters: converted back, they are what they were."""
 
+import re
 from pathlib import Path
 
 import gguf
@@ -10,8 +11,11 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from dflash_jax.checkpoint import gguf_tensors
+from dflash_jax.checkpoint import gguf as conversion
+from dflash_jax.checkpoint import gguf_packed, gguf_tensors
+from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.gguf import convert
+from dflash_jax.checkpoint.gguf_file import GgufFile
 from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.errors import InputError
 from dflash_jax.models.mtp import Mtp
@@ -208,3 +212,99 @@ def test_several_files_are_one_model(tmp_path):
     (tmp_path / "renamed.gguf").write_bytes(paths[2].read_bytes())
     with pytest.raises(InputError, match=r"NAME-00001-of-00003\.gguf"):
         convert(tmp_path / "renamed.gguf", tmp_path / "none")
+
+
+def unpacked(parts: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """float32 values of a matrix that compressed-tensors packs: words from the low bits, groups of 32."""
+    rows, columns = parts[f"{name}_shape"].tolist()
+    words, scale = parts[f"{name}_packed"], parts[f"{name}_scale"].astype(np.float32)
+    bits = 32 * words.shape[1] // columns
+    codes = (words.view(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) % 2**bits
+    return (codes.reshape(rows, columns).astype(np.float32) - 2 ** (bits - 1)) * scale.repeat(32, 1)
+
+
+def written(file: GgufFile, tmp_path: Path, monkeypatch, **options) -> tuple[dict, dict[str, np.ndarray]]:
+    """The config and the tensors of a conversion."""
+    tensors = {}
+
+    def stream(_, streamed, check):
+        for name, each in streamed.items():
+            pieces = [np.asarray(piece, each.dtype).reshape(-1) for piece in each.pieces()]
+            tensors[name] = np.concatenate(pieces).reshape(each.shape)
+
+    monkeypatch.setattr(conversion, "stream_tensors", stream)
+    return conversion.write(file, tmp_path, **options), tensors
+
+
+@pytest.mark.parametrize("architecture", llama_cpp.TARGETS)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_matrices_stay_packed(architecture, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_packed, "CHUNK", 1000)
+    file = GgufFile(llama_cpp.write_target(tmp_path / "model.gguf", architecture, kind))
+    config, packed = written(file, tmp_path, monkeypatch, keep_packed=True)
+    _, dense = written(file, tmp_path, monkeypatch, dtype="float32")
+    names = [name.removesuffix("_packed") for name in packed if name.endswith("_packed")]
+    assert {n.split(".")[-2] for n in dense if n not in names} >= {"embed_tokens", "norm", "conv1d"}
+    assert {n.split(".")[-2] for n in names} >= {"out_proj", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"}
+    for name in names:
+        np.testing.assert_array_equal(unpacked(packed, name), dense[name], name, strict=True)
+    # The groups of the config are of these modules alone.
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert group["weights"]["num_bits"] == int(kind[1])
+    patterns = [re.compile(target.removeprefix("re:")) for target in group["targets"]]
+    matched = {n for n in dense if any(p.match(n.removesuffix(".weight")) for p in patterns)}
+    assert matched == set(names)
+
+
+def test_only_alike_matrices_of_a_parameter_stay_packed(tmp_path, monkeypatch):
+    file = GgufFile(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe", "Q8_0"))
+    others = GgufFile(llama_cpp.write_target(tmp_path / "other.gguf", "qwen35moe", "Q4_0"))
+    changed = [
+        "blk.1.ffn_up_exps.weight",
+        "blk.2.ffn_down_exps.weight",
+        "blk.0.attn_gate.weight",
+        "blk.2.attn_q.weight",
+    ]
+    file.tensors |= {name: others.tensors[name] for name in changed}
+    config, packed = written(file, tmp_path, monkeypatch, keep_packed=True)
+    _, dense = written(file, tmp_path, monkeypatch, dtype="float32")
+    bits = {}
+    for name in packed:
+        if name.endswith("_packed"):
+            name = name.removesuffix("_packed")
+            bits[name] = 32 * packed[f"{name}_packed"].shape[1] // int(packed[f"{name}_shape"][1])
+            np.testing.assert_array_equal(unpacked(packed, name), dense[name], name, strict=True)
+    mlp, delta = "model.layers.{}.mlp.experts.4.{}_proj.weight", "model.layers.{}.linear_attn.in_proj_{}.weight"
+    for name in (mlp.format(1, "gate"), mlp.format(1, "up"), delta.format(0, "qkv"), delta.format(0, "z")):
+        assert name in packed
+    assert bits[mlp.format(2, "down")] == bits["model.layers.2.self_attn.q_proj.weight"] == 4
+    assert bits[mlp.format(0, "up")] == bits[mlp.format(1, "down")] == bits[delta.format(1, "z")] == 8
+    assert config["quantization_config"]["format"] == "mixed-precision"
+    for group in config["quantization_config"]["config_groups"].values():
+        patterns = [re.compile(target.removeprefix("re:")) for target in group["targets"]]
+        matched = {n for n in dense if any(p.match(n.removesuffix(".weight")) for p in patterns)}
+        assert matched == {name for name, each in bits.items() if each == group["weights"]["num_bits"]}
+
+
+def test_torn_groups_are_unpacked(tmp_path, monkeypatch):
+    """Value heads of 16 inputs cannot be reordered in groups of 32."""
+    monkeypatch.setitem(llama_cpp.TARGETS, "qwen35", llama_cpp.TARGETS["qwen35"] | {"linear_value_head_dim": 16})
+    file = GgufFile(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35", "Q4_0"))
+    _, packed = written(file, tmp_path, monkeypatch, keep_packed=True)
+    assert "model.layers.0.linear_attn.out_proj.weight" in packed
+    assert "model.layers.0.linear_attn.in_proj_z.weight_packed" in packed
+
+
+def test_what_is_not_quantised_keeps_its_numbers(tmp_path):
+    """Also where the dtype is not named: float32 beside bfloat16 for what is unpacked."""
+    for kind, dtype in (("F16", np.float16), ("BF16", ml_dtypes.bfloat16), ("Q5_0", ml_dtypes.bfloat16)):
+        path = llama_cpp.write_target(tmp_path / f"{kind}.gguf", "qwen35", kind)
+        config = convert(path, tmp_path / kind)
+        tensors, file = TensorFiles(tmp_path / kind), GgufFile(path)
+        assert config["dtype"] == np.dtype(dtype).name
+        name = "model.layers.2.self_attn.k_proj.weight"
+        assert tensors.read(name).dtype == dtype
+        np.testing.assert_array_equal(tensors.read(name), file.read("blk.2.attn_k.weight").astype(dtype), strict=True)
+        norm = tensors.read("model.norm.weight")
+        np.testing.assert_array_equal(norm, file.read("output_norm.weight") - 1, strict=True)
+        load_target(tmp_path / kind)
