@@ -66,7 +66,9 @@ def test_a_gguf_file_is_to_be_converted(monkeypatch, tmp_path):
             resolve(name)
         assert command in str(error.value)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
-    with pytest.raises(InputError, match=r"hf download a/b-GGUF FILE --local-dir DIR, then make .* gguf-to-hf DIR/FILE"):
+    with pytest.raises(
+        InputError, match=r"hf download a/b-GGUF FILE --local-dir DIR, then make .* gguf-to-hf DIR/FILE"
+    ):
         resolve("a/b-GGUF")
     (tmp_path / "model.safetensors").touch()
     assert resolve(tmp_path) == resolve("a/b-GGUF") == tmp_path
