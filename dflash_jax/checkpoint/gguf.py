@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash_jax.checkpoint import gguf_packed
 from dflash_jax.checkpoint.files import DTYPES, Streamed, new_directory, stream_tensors, write_json
-from dflash_jax.checkpoint.gguf_config import architecture_of, read_config, token_ids
+from dflash_jax.checkpoint.gguf_config import TOKENS, architecture_of, read_config, token_ids
 from dflash_jax.checkpoint.gguf_file import F16, F32, GgufFile
 from dflash_jax.checkpoint.gguf_tensors import Output, hf_tensors, is_head_alone
 from dflash_jax.checkpoint.gguf_tokenizer import save_tokenizer
@@ -63,7 +63,7 @@ def write(file: GgufFile, directory: Path, dtype: str | None = None, keep_packed
     is_drafter, is_alone = architecture_of(file).is_drafter, is_head_alone(file, config)
     write_json(directory / "config.json", config)
     # Checks that the model is supported before its tensors are looked at.
-    (read_draft_config if is_drafter else read_target_config)(directory)
+    _of_file(file, directory, read_draft_config if is_drafter else read_target_config)
     outputs = hf_tensors(file, config)
     if not is_drafter and not is_alone:
         save_tokenizer(file.metadata, directory, config["max_position_embeddings"], str(file.path))
@@ -80,12 +80,24 @@ def write(file: GgufFile, directory: Path, dtype: str | None = None, keep_packed
 
     def check() -> None:
         if not is_drafter and not is_alone:
-            open_target(directory)
+            _of_file(file, directory, open_target)
         if is_drafter or config.get("mtp_num_hidden_layers"):
-            open_drafter(directory)
+            _of_file(file, directory, open_drafter)
 
     stream_tensors(directory / "model.safetensors", tensors, check)
+    # Its numbers tell whether it is needed.
+    if TOKENS in outputs:
+        check()
     return config
+
+
+def _of_file(file: GgufFile, directory: Path, read: Callable[[Path], object]) -> None:
+    """Calls a reader of a directory; its errors name the file that the directory is made of."""
+    try:
+        read(directory)
+    except InputError as error:
+        message = error.args[0].replace(f"{directory / 'config.json'}", f"{file.path}")
+        raise InputError(message.replace(f"{directory}", f"{file.path}"), *error.args[1:]) from None
 
 
 def _entries(config: dict, names: Collection[str], directory: Path) -> list[Entry]:

@@ -308,3 +308,68 @@ def test_what_is_not_quantised_keeps_its_numbers(tmp_path):
         norm = tensors.read("model.norm.weight")
         np.testing.assert_array_equal(norm, file.read("output_norm.weight") - 1, strict=True)
         load_target(tmp_path / kind)
+
+
+ONES = np.ones((64, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("more", "tensors", "parts"),
+    [
+        ({"ssm.group_count": 4}, {}, ("linear_num_value_heads is 6", "multiple of linear_num_key_heads, 4")),
+        ({"ssm.group_count": 3}, {}, ("ssm_conv1d.weight' [256, 4] has 256 rows, it must have 288",)),
+        ({"ssm.inner_size": 100}, {}, ("qwen35moe.ssm.inner_size is 100", "ssm.time_step_rank, 6")),
+        ({"ssm.state_size": None}, {}, ("lacks qwen35moe.ssm.state_size",)),
+        ({"rope.dimension_count": 17}, {}, ("rope.dimension_count is 17", "32 at most")),
+        ({"rope.dimension_sections": [4, 3, 2, 0]}, {}, ("rope.dimension_sections is [4, 3, 2, 0]", "sum 8")),
+        ({"rope.dimension_sections": [8, 0, 0, 1]}, {}, ("rope.dimension_sections is [8, 0, 0, 1]",)),
+        ({"attention.recurrent_layers": [True]}, {}, ("recurrent_layers is [True]", "each of 4 layers")),
+        ({"nextn_predict_layers": 2}, {}, ("nextn_predict_layers is 2", "MTP heads of one layer")),
+        ({"expert_weights_scale": 2.5}, {}, ("expert_weights_scale is 2.5", "0 or 1")),
+        ({"expert_weights_norm": False}, {}, ("expert_weights_norm is False",)),
+        ({"expert_count": 6}, {}, ("[5, 32, 64] has 5 experts, expert_count says 6",)),
+        ({"final_logit_softcapping": 30.0}, {}, ("final_logit_softcapping is 30.0",)),
+        ({}, {"blk.3.nextn.embed_tokens.weight": ONES}, ("'blk.3.nextn.embed_tokens.weight' is not known",)),
+        ({}, {"blk.0.attn_q.weight": ONES}, ("'blk.0.attn_q.weight' is not known",)),
+        ({}, {"blk.0.ffn_norm.weight": np.ones(64)}, ("ffn_norm.weight' and 'blk.0.post_attention_norm.weight' are",)),
+        ({}, {"blk.0.ssm_a": np.zeros(6)}, ("gguf: ssm_a has numbers that are not below 0",)),
+        ({}, {"blk.3.nextn.eh_proj.weight": None}, ("missing 'mtp.fc.weight'",)),
+        ({}, {"blk.0.attn_gate.weight": None}, ("missing 'model.layers.0.linear_attn.in_proj_z.weight'",)),
+        ({}, {"blk.0.ssm_out.weight": ONES}, ("has 64 columns, it must have 192",)),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_of_a_hybrid(more, tensors, parts, tmp_path):
+    more = {f"qwen35moe.{key}": value for key, value in more.items()}
+    path = llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe", tensors=tensors, more=more)
+    with pytest.raises(InputError) as error:
+        convert(path, tmp_path / "hf")
+    says(error, *parts)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("more", "tensors", "parts"),
+    [
+        ({"dflash.target_layers": None}, {}, ("lacks dflash.target_layers",)),
+        ({"dflash.target_layers": [0, 2]}, {}, ("dflash.target_layers is 0",)),
+        ({"dflash.target_layers": [1.5]}, {}, ("dflash.target_layers is [1.5]", "list of up to 1024 layers")),
+        ({"dflash.target_layers": [1]}, {}, ("'fc.weight' has shape [64, 128], it must be [64, 64]",)),
+        ({"tokenizer.ggml.mask_token_id": None}, {}, ("lacks tokenizer.ggml.mask_token_id",)),
+        ({"dflash.attention.sliding_window_pattern": None}, {}, ("lacks dflash.attention.sliding_window_pattern",)),
+        ({"dflash.attention.sliding_window_pattern": [1, 0]}, {}, ("sliding_window_pattern is [1, 0]",)),
+        ({"dflash.target_hidden_size": 128}, {}, ("target_hidden_size is 128", "hidden_size, 64")),
+        ({"dflash.rope.dimension_sections": [8, 8, 0, 0]}, {}, ("rope.dimension_sections is [8, 8, 0, 0]",)),
+        ({"dflash.hyper_connection_count": 4}, {}, ("hyper_connection_count is 4",)),
+        ({"dflash.selector_rank": None}, {}, ("selector_rank is missing", "selector_top_k")),
+        ({}, {"blk.0.attn_sinks.weight": np.ones(4)}, ("'blk.0.attn_sinks.weight' is not known",)),
+        ({}, {"d2t": np.ones(llama_cpp.VOCAB)}, ("gguf: the tensor d2t has numbers that are not whole",)),
+        # Offsets that are not those of all tokens.
+        ({}, {"d2t": np.arange(llama_cpp.VOCAB)[::-1].copy()}, ("gguf does not fit", "unexpected 'd2t'")),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_of_a_drafter(more, tensors, parts, tmp_path):
+    path = llama_cpp.write_drafter(tmp_path / "model.gguf", "dflash2", tensors=tensors, more=more)
+    with pytest.raises(InputError) as error:
+        convert(path, tmp_path / "hf")
+    says(error, *parts)
+    assert list(tmp_path.iterdir()) == [path]
