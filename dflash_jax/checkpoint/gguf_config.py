@@ -307,7 +307,7 @@ def _of_drafter(file: GgufFile, keys: Keys, config: dict) -> dict:
 
     llama.cpp counts from 1 the layers of the target whose outputs are features; forks count from 0.
     """
-    own = {"target_layer_ids": _taps(keys)}
+    own: dict = {"target_layer_ids": _taps(keys)}
     mask = next((n for n in ("dflash.mask_token_id", "mask_token_id") if n in keys.names), None)
     where = f"{keys.prefix}.{mask}" if mask else "tokenizer.ggml.mask_token_id"
     if where not in file.metadata:

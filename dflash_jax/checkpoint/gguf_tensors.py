@@ -100,7 +100,7 @@ class Output:
             unpacked = [(mask, dequantize(data, kind)) for mask, data, kind in parts]
             array = unpacked[0][1]
             if len(unpacked) > 1:
-                array = np.empty((len(unpacked[0][0]), self.width), array.dtype)
+                array = np.empty((sum(len(part) for _, part in unpacked), self.width), array.dtype)
                 for mask, part in unpacked:
                     array[mask] = part
             array = array if columns is None else array[:, columns]
@@ -228,13 +228,13 @@ def _attention(arch: Architecture, prefix: str) -> list[Rule]:
 
 def _delta(arch: Architecture, prefix: str) -> list[Rule]:
     """Gated DeltaNet: tiled value heads, or qwen3next's, whose projections are split."""
-    at = f"{prefix}linear_attn."
-    tiled = {"rows": _grouped(False, None)} if arch.is_tiled else {}
-    channels = {"rows": _grouped(True, "linear_value_head_dim")} if arch.is_tiled else {}
+    at, size = f"{prefix}linear_attn.", "linear_value_head_dim"
+    heads = _grouped(False, None) if arch.is_tiled else None
+    channels = _grouped(True, size) if arch.is_tiled else None
     rules = [
-        Rule(f"{at}A_log", ("ssm_a",), value=log_negative, **tiled),
-        Rule(f"{at}dt_bias", ("ssm_dt.bias",), **tiled),
-        Rule(f"{at}conv1d.weight", ("ssm_conv1d.weight",), shape=lambda s: (s[0], 1, s[-1]), **channels),
+        Rule(f"{at}A_log", ("ssm_a",), heads, value=log_negative),
+        Rule(f"{at}dt_bias", ("ssm_dt.bias",), heads),
+        Rule(f"{at}conv1d.weight", ("ssm_conv1d.weight",), channels, shape=lambda s: (s[0], 1, s[-1])),
         Rule(f"{at}norm.weight", ("ssm_norm.weight",)),
     ]
     if not arch.is_tiled:
@@ -246,11 +246,11 @@ def _delta(arch: Architecture, prefix: str) -> list[Rule]:
         ]
     return [
         *rules,
-        Rule(f"{at}in_proj_qkv.weight", ("attn_qkv.weight",), **channels),
-        Rule(f"{at}in_proj_z.weight", ("attn_gate.weight",), _grouped(False, "linear_value_head_dim")),
-        Rule(f"{at}in_proj_a.weight", ("ssm_alpha.weight",), **tiled),
-        Rule(f"{at}in_proj_b.weight", ("ssm_beta.weight",), **tiled),
-        Rule(f"{at}out_proj.weight", ("ssm_out.weight",), columns=_grouped(False, "linear_value_head_dim")),
+        Rule(f"{at}in_proj_qkv.weight", ("attn_qkv.weight",), channels),
+        Rule(f"{at}in_proj_z.weight", ("attn_gate.weight",), _grouped(False, size)),
+        Rule(f"{at}in_proj_a.weight", ("ssm_alpha.weight",), heads),
+        Rule(f"{at}in_proj_b.weight", ("ssm_beta.weight",), heads),
+        Rule(f"{at}out_proj.weight", ("ssm_out.weight",), columns=_grouped(False, size)),
     ]
 
 
