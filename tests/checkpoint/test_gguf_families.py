@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
@@ -248,6 +250,11 @@ def test_matrices_stay_packed(architecture, kind, tmp_path, monkeypatch):
     assert {n.split(".")[-2] for n in names} >= {"out_proj", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"}
     for name in names:
         np.testing.assert_array_equal(unpacked(packed, name), dense[name], name, strict=True)
+    scheme = QuantizationConfig.model_validate(config["quantization_config"]).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    own = {n.rpartition(".")[2]: torch.from_numpy(x) for n, x in packed.items() if n.startswith("lm_head.")}
+    by_package = compressor.decompress(own, scheme)["weight"].to(torch.float32).numpy()
+    np.testing.assert_array_equal(by_package, dense["lm_head.weight"].astype(np.float16).astype(np.float32))
     # The groups of the config are of these modules alone.
     (group,) = config["quantization_config"]["config_groups"].values()
     assert group["weights"]["num_bits"] == int(kind[1])
