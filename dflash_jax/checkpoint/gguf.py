@@ -115,7 +115,7 @@ def _dense(name: str, output: Output, dtype: str | dict[int, str]) -> dict[str, 
     """A tensor in one dtype, or in those of its ggml types; or whole numbers."""
     if output.is_integer:
         return {name: Streamed(output.shape, np.dtype(np.int64), output.chunks)}
-    dtypes = {dtype} if isinstance(dtype, str) else {dtype.get(kind, "bfloat16") for _, kind in output.sources}
+    dtypes = {dtype} if isinstance(dtype, str) else {dtype.get(s.kind, "bfloat16") for s in output.sources}
     kind = DTYPE_NAMES[dtypes.pop() if len(dtypes) == 1 else "float32"]
     return {name: Streamed(output.shape, DTYPES[kind], output.chunks)}
 

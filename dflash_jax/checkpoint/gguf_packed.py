@@ -45,10 +45,10 @@ def _bits(output: Output | None) -> int | None:
     """The bits of a tensor whose stored rows are whole groups of its rows; None where they are not."""
     if output is None or len(output.shape) != 2 or output.value is not None:
         return None
-    kinds = {kind for _, kind in output.sources}
-    if len(kinds) > 1 or (output.columns is not None and _groups(output) is None):
+    if any(source.factor != 1 for source in output.sources) or (output.columns is not None and _groups(output) is None):
         return None
-    return BITS.get(kinds.pop())
+    kinds = {source.kind for source in output.sources}
+    return BITS.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def _groups(output: Output) -> np.ndarray | None:
@@ -82,12 +82,12 @@ def _blocks(output: Output, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) 
     """Yields what ``of`` makes of codes [N, I / 32, 32] and scales [N, I / 32], some rows at a time."""
     groups = None if output.columns is None else _groups(output)
     for parts in output.stored(max(1, CHUNK // output.width)):
-        count = sum(len(data) for _, data, _ in parts)
+        count = sum(len(source.data) for _, source in parts)
         codes = np.empty((count, output.width // GROUP, GROUP), np.uint8)
         scale = np.empty(codes.shape[:2], np.float16)
-        for mask, data, kind in parts:
-            found, scale[mask] = split_blocks(data, kind)
-            codes[mask] = found.reshape(len(data), -1, GROUP)
+        for mask, source in parts:
+            found, scale[mask] = split_blocks(source.data, source.kind)
+            codes[mask] = found.reshape(len(source.data), -1, GROUP)
         yield of(codes, scale) if groups is None else of(codes[:, groups], scale[:, groups])
 
 

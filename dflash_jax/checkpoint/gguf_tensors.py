@@ -6,6 +6,7 @@ Rows are reordered as they are stored, and unpacked a few at a time.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from dflash_jax.errors import InputError
 CHUNK = 2**22
 # A target's embedding and head.
 TABLES = ("token_embd.weight", "output.weight")
+# Beside a tensor: a factor of its numbers, and one of activations, which are not quantised here.
+FACTORS = ("scale", "input_scale")
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,27 @@ class Rule:
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
 
+class Source(NamedTuple):
+    """A matrix of the file.
+
+    Attributes:
+        data: Its bytes, uint8 [rows, bytes of a row].
+        kind: Its ggml type.
+        factor: Of its numbers.
+    """
+
+    data: np.ndarray
+    kind: int
+    factor: np.float32
+
+
 @dataclass(frozen=True)
 class Output:
     """A tensor of Hugging Face as it is made.
 
     Attributes:
         shape: Its shape.
-        sources: The matrices of which it is made: (bytes, uint8 [rows, bytes of a row]; ggml type).
+        sources: The matrices of which it is made.
         width: Numbers of a row.
         rows: The order of their rows; None: as they are.
         columns: The same of columns.
@@ -69,7 +86,7 @@ class Output:
     """
 
     shape: tuple[int, ...]
-    sources: tuple[tuple[np.ndarray, int], ...]
+    sources: tuple[Source, ...]
     width: int
     rows: Order | None = None
     columns: Order | None = None
@@ -78,26 +95,27 @@ class Output:
     @property
     def is_integer(self) -> bool:
         """Whether it has whole numbers."""
-        return self.sources[0][1] in (I32, I64)
+        return self.sources[0].kind in (I32, I64)
 
-    def stored(self, step: int) -> Iterator[list[tuple[np.ndarray | slice, np.ndarray, int]]]:
-        """Yields ``step`` rows at a time: (which of these rows, their bytes, ggml type) of each source that has any."""
+    def stored(self, step: int) -> Iterator[list[tuple[np.ndarray | slice, Source]]]:
+        """Yields ``step`` rows at a time: (which of these rows, these rows of a source) of each source that has any."""
         index = None if self.rows is None else self.rows.index()
-        starts = np.cumsum([0, *(len(data) for data, _ in self.sources)])
+        starts = np.cumsum([0, *(len(source.data) for source in self.sources)])
         for first in range(0, starts[-1] if index is None else len(index), step):
             if index is None and len(self.sources) == 1:
-                yield [(slice(None), self.sources[0][0][first : first + step], self.sources[0][1])]
+                (source,) = self.sources
+                yield [(slice(None), source._replace(data=source.data[first : first + step]))]
                 continue
             wanted = np.arange(first, min(first + step, starts[-1])) if index is None else index[first : first + step]
             of = np.searchsorted(starts, wanted, side="right") - 1
-            parts = ((of == i, data, kind, starts[i]) for i, (data, kind) in enumerate(self.sources))
-            yield [(mask, data[wanted[mask] - start], kind) for mask, data, kind, start in parts if mask.any()]
+            parts = ((of == i, source, starts[i]) for i, source in enumerate(self.sources))
+            yield [(m, source._replace(data=source.data[wanted[m] - start])) for m, source, start in parts if m.any()]
 
     def chunks(self) -> Iterator[np.ndarray]:
         """Yields its numbers, some rows at a time."""
         columns = None if self.columns is None else self.columns.index()
         for parts in self.stored(max(1, CHUNK // self.width)):
-            unpacked = [(mask, dequantize(data, kind)) for mask, data, kind in parts]
+            unpacked = [(mask, _unpacked(source)) for mask, source in parts]
             array = unpacked[0][1]
             if len(unpacked) > 1:
                 array = np.empty((sum(len(part) for _, part in unpacked), self.width), array.dtype)
@@ -105,6 +123,11 @@ class Output:
                     array[mask] = part
             array = array if columns is None else array[:, columns]
             yield array if self.value is None else self.value(array)
+
+
+def _unpacked(source: Source) -> np.ndarray:
+    array = dequantize(source.data, source.kind)
+    return array if source.factor == 1 else array * source.factor
 
 
 def minus_one(array: np.ndarray) -> np.ndarray:
@@ -364,7 +387,7 @@ def hf_tensors(file: GgufFile, config: dict) -> dict[str, Output]:
         sources = tuple(name.replace("{i}", str(i)) for name in rule.sources)
         if not known.issuperset(sources):
             continue
-        used |= set(sources)
+        used |= {*sources, *(name.removesuffix("weight") + s for name in sources for s in FACTORS)}
         for name, output in _outputs(
             file, config, replace(rule, name=rule.name.replace("{i}", str(i)), sources=sources)
         ):
@@ -381,28 +404,40 @@ def _outputs(file: GgufFile, config: dict, rule: Rule) -> Iterator[tuple[str, Ou
     """(name, tensor) of what a rule makes: one, or one of each expert."""
     stored = [file.tensors[name] for name in rule.sources]
     what = " and ".join(f"{name!r} {list(t.shape)}" for name, t in zip(rule.sources, stored, strict=True))
-    is_stacked = "{e}" in rule.name
-    if is_stacked and stored[0].shape[0] != config["num_experts"]:
-        raise InputError(
-            f"{file.path}: {what} has {stored[0].shape[0]} experts, expert_count says {config['num_experts']}"
-        )
-    for e in range(config["num_experts"]) if is_stacked else (None,):
+    is_stacked, count = "{e}" in rule.name, config.get("num_experts", 1)
+    if is_stacked and stored[0].shape[0] != count:
+        raise InputError(f"{file.path}: {what} has {stored[0].shape[0]} experts, expert_count says {count}")
+    if is_stacked and len(stored[0].shape) != 3:
+        raise InputError(f"{file.path}: {what} must be a matrix for each expert")
+    factors = [_factors(file, name, count if is_stacked else 1) for name in rule.sources]
+    for e in range(count) if is_stacked else (None,):
         parts = stored if e is None else [GgufTensor(t.shape[1:], t.kind, t.data[e]) for t in stored]
         try:
-            output = _output(parts, config, rule)
+            output = _output(parts, [factor[e or 0] for factor in factors], config, rule)
         except InputError as error:
             raise InputError(f"{file.path}: tensor {what} {error.args[0]}") from None
         yield rule.name.replace("{e}", str(e)), output
 
 
-def _output(parts: list[GgufTensor], config: dict, rule: Rule) -> Output:
-    """The tensor that a rule makes of tensors.
+def _factors(file: GgufFile, name: str, count: int) -> np.ndarray:
+    """The factor of a tensor, which types of four bits may have beside it, or of each of ``count`` experts."""
+    beside = name.removesuffix("weight") + FACTORS[0]
+    if not name.endswith("weight") or beside not in file.tensors:
+        return np.ones(count, np.float32)
+    factors = file.read(beside).astype(np.float32).reshape(-1)
+    if len(factors) not in (1, count):
+        raise InputError(f"{file.path}: {beside!r} has {len(factors)} numbers, it must have {count}")
+    return np.broadcast_to(factors, count)
+
+
+def _output(parts: list[GgufTensor], factors: list[np.float32], config: dict, rule: Rule) -> Output:
+    """The tensor that a rule makes of tensors with factors.
 
     Raises:
         InputError: Their sizes are not those of the config.
     """
-    sources = tuple((_rows(part), part.kind) for part in parts)
-    shape, count = parts[0].shape, sum(len(data) for data, _ in sources)
+    sources = tuple(Source(_rows(part), part.kind, each) for part, each in zip(parts, factors, strict=True))
+    shape, count = parts[0].shape, sum(len(source.data) for source in sources)
     width = shape[-1] if len(shape) > 1 else math.prod(shape) // max(1, count)
     if len(parts) > 1 and any(len(part.shape) != 2 or part.shape[-1] != width for part in parts):
         raise InputError("have different columns")

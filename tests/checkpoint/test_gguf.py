@@ -308,7 +308,7 @@ def test_values_beyond_float16_are_refused_only_in_float16(tmp_path):
 
 KINDS = [
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *("IQ4_NL", "IQ4_XS", "IQ3_S", "MXFP4"),
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "MXFP4", "NVFP4"),
 ]
 
 

@@ -17,6 +17,7 @@ from dflash_jax.checkpoint import gguf as conversion
 from dflash_jax.checkpoint import gguf_packed, gguf_tensors
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.gguf import convert
+from dflash_jax.checkpoint.gguf_config import read_config
 from dflash_jax.checkpoint.gguf_file import GgufFile
 from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.errors import InputError
@@ -178,6 +179,35 @@ def test_kinds_of_layers_one_by_one(tmp_path):
     more = {"qwen35.full_attention_interval": 7, "qwen35.attention.recurrent_layers": [True, True, False, False]}
     path = llama_cpp.write_target(tmp_path / "model.gguf", "qwen35", more=more)
     assert convert(path, tmp_path / "hf")["layer_types"] == llama_cpp.HYBRID["layer_types"]
+
+
+def test_factors_beside_tensors_are_multiplied(tmp_path):
+    _, tensors = llama_cpp.target("qwen35moe")
+    each = np.arange(1, 6, dtype=np.float32)
+    beside = {
+        "blk.2.attn_q.scale": np.float32([0.5]),
+        "blk.2.attn_q.input_scale": np.float32([7]),
+        "blk.1.ffn_up_exps.scale": each,
+        "blk.0.ssm_out.scale": np.float32([2]),
+    }
+    path = llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe", tensors=beside)
+    convert(path, tmp_path / "hf")
+    factors = {"model.layers.2.self_attn.q_proj": 0.5, "model.layers.0.linear_attn.out_proj": 2}
+    factors |= {f"model.layers.1.mlp.experts.{e}.up_proj": factor for e, factor in enumerate(each)}
+    compare(tmp_path / "hf", tensors | {f"{n}.weight": tensors[f"{n}.weight"] * f for n, f in factors.items()})
+    path = llama_cpp.write_target(tmp_path / "two.gguf", "qwen35moe", tensors={"blk.2.attn_q.scale": np.ones(2)})
+    with pytest.raises(InputError, match=r"two.gguf: 'blk.2.attn_q.scale' has 2 numbers, it must have 1"):
+        convert(path, tmp_path / "no")
+
+
+@pytest.mark.parametrize("architecture", llama_cpp.TARGETS)
+def test_few_rows_are_in_memory(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_tensors, "CHUNK", 500)
+    file = GgufFile(llama_cpp.write_target(tmp_path / "model.gguf", architecture, "Q8_0"))
+    for name, output in gguf_tensors.hf_tensors(file, read_config(file)).items():
+        sizes = [piece.size for piece in output.chunks()]
+        assert max(sizes) <= 500, name
+        assert sum(sizes) == np.prod(output.shape), name
 
 
 def split(path: Path) -> list[Path]:

@@ -94,6 +94,7 @@ def test_hostile_metadata_gives_an_input_error_or_a_model(name, tmp_path, monkey
 
 SHAPES = (
     (1,),
+    (5,),
     (3,),
     (64,),
     (96,),
