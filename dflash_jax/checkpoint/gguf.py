@@ -32,14 +32,13 @@ def own_dtypes(file: GgufFile) -> dict[int, str]:
     return dict.fromkeys(kinds, "bfloat16") | {F32: "float32", F16: "float16" if kinds <= {F16} else "float32"}
 
 
-def convert(source: str | Path, target: str | Path, dtype: str | None = None, keep_packed: bool = False) -> dict:
+def convert(source: str | Path, target: str | Path, dtype: str | None = None) -> dict:
     """Writes a Hugging Face directory from a GGUF file, some rows of a tensor in memory at a time.
 
     Args:
         source: A GGUF file, or one of several that are one model.
         target: A new or empty directory. It appears when it is complete.
-        dtype: "float32", "bfloat16" or "float16" of what is not packed; None: `own_dtypes`.
-        keep_packed: Whether large matrices in Q4_0 and Q8_0 stay so (`gguf_packed`).
+        dtype: "float32", "bfloat16" or "float16"; None: as the file has them (`gguf_packed`, `own_dtypes`).
 
     Returns:
         The ``config.json``.
@@ -51,10 +50,10 @@ def convert(source: str | Path, target: str | Path, dtype: str | None = None, ke
         raise InputError(f"dtype {dtype!r}: it must be one of {', '.join(DTYPE_NAMES)}")
     file = GgufFile(source)
     with new_directory(Path(target)) as half:
-        return write(file, half, dtype, keep_packed)
+        return write(file, half, dtype)
 
 
-def write(file: GgufFile, directory: Path, dtype: str | None = None, keep_packed: bool = False) -> dict:
+def write(file: GgufFile, directory: Path, dtype: str | None = None) -> dict:
     """As `convert`, of a file whose header was read, into a directory that exists."""
     config = read_config(file)
     dtypes = own_dtypes(file)
@@ -68,7 +67,7 @@ def write(file: GgufFile, directory: Path, dtype: str | None = None, keep_packed
     if not is_drafter and not is_alone:
         save_tokenizer(file.metadata, directory, config["max_position_embeddings"], str(file.path))
         write_json(directory / "generation_config.json", token_ids(file))
-    bits = gguf_packed.packed_bits(_entries(config, outputs, directory), outputs) if keep_packed else {}
+    bits = gguf_packed.packed_bits(_entries(config, outputs, directory), outputs) if dtype is None else {}
     if bits:
         config["quantization_config"] = gguf_packed.quantization_config(bits, outputs)
         write_json(directory / "config.json", config)

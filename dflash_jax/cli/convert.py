@@ -93,15 +93,16 @@ class GgufToHf:
     file: str = _path("the GGUF file", "FILE", flag="file")
     dst: str = _path(_DIRECTORY, "DST", flag="dst")
     dtype: str | None = option(
-        None, "default: each tensor's own, bfloat16 where it is quantised", choices=("float32", "bfloat16", "float16")
+        None,
+        "default: as the file, with Q8_0 and Q4_0 packed and other bits as bfloat16",
+        choices=("float32", "bfloat16", "float16"),
     )
-    keep_packed: bool = option(False, "Q8_0 and Q4_0 matrices stay in 8 and 4 bits, as compressed-tensors has them")
 
     def run(self) -> int:
         """Converts: the exit code."""
         from dflash_jax.checkpoint.gguf import convert
 
-        config = convert(self.file, self.dst, self.dtype, self.keep_packed)
+        config = convert(self.file, self.dst, self.dtype)
         print(f"{self.dst}: {config['model_type']}, {config['num_hidden_layers']} layers, {config['dtype']}")
         return 0
 

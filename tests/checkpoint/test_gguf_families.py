@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ from dflash_jax.checkpoint.gguf import convert
 from dflash_jax.checkpoint.gguf_config import read_config
 from dflash_jax.checkpoint.gguf_file import GgufFile
 from dflash_jax.checkpoint.load import load_drafter, load_target
+from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.models.mtp import Mtp
+from dflash_jax.ops.weights import QuantizedWeight, is_weight
+from dflash_jax.parallel.sharding import parameter_paths
 from tests import llama_cpp
 from tests.checkpoint.test_gguf import says
 from tests.float64 import assert_near, in_both
@@ -255,17 +259,11 @@ def unpacked(parts: dict[str, np.ndarray], name: str) -> np.ndarray:
     return (codes.reshape(rows, columns).astype(np.float32) - 2 ** (bits - 1)) * scale.repeat(32, 1)
 
 
-def written(file: GgufFile, tmp_path: Path, monkeypatch, **options) -> tuple[dict, dict[str, np.ndarray]]:
+def written(file: GgufFile, tmp_path: Path, dtype: str | None = None) -> tuple[dict, dict[str, np.ndarray]]:
     """The config and the tensors of a conversion."""
-    tensors = {}
-
-    def stream(_, streamed, check):
-        for name, each in streamed.items():
-            pieces = [np.asarray(piece, each.dtype).reshape(-1) for piece in each.pieces()]
-            tensors[name] = np.concatenate(pieces).reshape(each.shape)
-
-    monkeypatch.setattr(conversion, "stream_tensors", stream)
-    return conversion.write(file, tmp_path, **options), tensors
+    (tmp_path / "hf").mkdir(exist_ok=True)
+    config, tensors = conversion.write(file, tmp_path / "hf", dtype), TensorFiles(tmp_path / "hf")
+    return config, {name: tensors.read(name).copy() for name in tensors}
 
 
 @pytest.mark.parametrize("architecture", llama_cpp.TARGETS)
@@ -273,8 +271,8 @@ def written(file: GgufFile, tmp_path: Path, monkeypatch, **options) -> tuple[dic
 def test_matrices_stay_packed(architecture, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_packed, "CHUNK", 1000)
     file = GgufFile(llama_cpp.write_target(tmp_path / "model.gguf", architecture, kind))
-    config, packed = written(file, tmp_path, monkeypatch, keep_packed=True)
-    _, dense = written(file, tmp_path, monkeypatch, dtype="float32")
+    config, packed = written(file, tmp_path)
+    _, dense = written(file, tmp_path, "float32")
     names = [name.removesuffix("_packed") for name in packed if name.endswith("_packed")]
     assert {n.split(".")[-2] for n in dense if n not in names} >= {"embed_tokens", "norm", "conv1d"}
     assert {n.split(".")[-2] for n in names} >= {"out_proj", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"}
@@ -293,7 +291,7 @@ def test_matrices_stay_packed(architecture, kind, tmp_path, monkeypatch):
     assert matched == set(names)
 
 
-def test_only_alike_matrices_of_a_parameter_stay_packed(tmp_path, monkeypatch):
+def test_only_alike_matrices_of_a_parameter_stay_packed(tmp_path):
     file = GgufFile(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe", "Q8_0"))
     others = GgufFile(llama_cpp.write_target(tmp_path / "other.gguf", "qwen35moe", "Q4_0"))
     changed = [
@@ -303,8 +301,8 @@ def test_only_alike_matrices_of_a_parameter_stay_packed(tmp_path, monkeypatch):
         "blk.2.attn_q.weight",
     ]
     file.tensors |= {name: others.tensors[name] for name in changed}
-    config, packed = written(file, tmp_path, monkeypatch, keep_packed=True)
-    _, dense = written(file, tmp_path, monkeypatch, dtype="float32")
+    config, packed = written(file, tmp_path)
+    _, dense = written(file, tmp_path, "float32")
     bits = {}
     for name in packed:
         if name.endswith("_packed"):
@@ -323,11 +321,28 @@ def test_only_alike_matrices_of_a_parameter_stay_packed(tmp_path, monkeypatch):
         assert matched == {name for name, each in bits.items() if each == group["weights"]["num_bits"]}
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_packed_matrices_are_read_to_the_bit(kind, tmp_path):
+    """Of a target and its MTP head: in memory they are in few bits, and their numbers those of the file."""
+    path = llama_cpp.write_target(tmp_path / "model.gguf", "qwen35moe", kind)
+    convert(path, tmp_path / "packed")
+    convert(path, tmp_path / "dense", "float32")
+    for load in (load_target, load_drafter):
+        packed, dense = (load(tmp_path / name) for name in ("packed", "dense"))
+        leaves, names = jax.tree.leaves(packed, is_leaf=is_weight), parameter_paths(dense)
+        few = {name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, QuantizedWeight)}
+        assert few == {name for name in names if name.rsplit(".", 1)[-1] in QUANTIZED}
+        for name, leaf, right in zip(names, leaves, jax.tree.leaves(dense), strict=True):
+            if name in few or name == "head":
+                leaf = leaf.dense(np.float32) if name in few else leaf
+                np.testing.assert_array_equal(leaf, right, name)
+
+
 def test_torn_groups_are_unpacked(tmp_path, monkeypatch):
     """Value heads of 16 inputs cannot be reordered in groups of 32."""
     monkeypatch.setitem(llama_cpp.TARGETS, "qwen35", llama_cpp.TARGETS["qwen35"] | {"linear_value_head_dim": 16})
     file = GgufFile(llama_cpp.write_target(tmp_path / "model.gguf", "qwen35", "Q4_0"))
-    _, packed = written(file, tmp_path, monkeypatch, keep_packed=True)
+    _, packed = written(file, tmp_path)
     assert "model.layers.0.linear_attn.out_proj.weight" in packed
     assert "model.layers.0.linear_attn.in_proj_z.weight_packed" in packed
 
