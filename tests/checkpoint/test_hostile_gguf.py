@@ -92,21 +92,7 @@ def test_hostile_metadata_gives_an_input_error_or_a_model(name, tmp_path, monkey
     assert models > 50 < refused
 
 
-SHAPES = (
-    (1,),
-    (5,),
-    (3,),
-    (64,),
-    (96,),
-    (32, 64),
-    (64, 32),
-    (2, 2, 2),
-    (5, 32, 64),
-    (5, 64, 32),
-    (1, 1, 1, 64),
-    (7, 1),
-    (1, 7),
-)
+SHAPES = ((1,), (5,), (64,), (32, 64), (64, 32), (2, 2, 2), (5, 32, 64), (5, 64, 32), (1, 1, 1, 64), (7, 1))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "F32"), ("qwen35moe", "Q4_0"), ("dflash", "Q8_0")])
