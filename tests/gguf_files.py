@@ -145,7 +145,10 @@ def write_gguf(
     kind: str = "F32",
     chat_template: str | None = None,
 ) -> Path:
-    """``kind``: the type of matrices; vectors stay float32, and so does what does not divide into its blocks."""
+    """``kind``: the type of matrices; vectors stay float32, and so does what does not divide into its blocks.
+
+    Whole numbers stay as they are.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     everything = keys | {f"tokenizer.ggml.{k}": v for k, v in tokenizer.items()}
     for key, value in everything.items():
@@ -155,6 +158,9 @@ def write_gguf(
         writer.add_chat_template(chat_template)
     wanted = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
+        if array.dtype.kind == "i":
+            writer.add_tensor(name, array)
+            continue
         fits = array.ndim > 1 and array.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
         used = wanted if fits else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(array.astype(np.float32), used), raw_dtype=used)

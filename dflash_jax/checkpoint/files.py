@@ -254,35 +254,54 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     path.chmod(0o644)
 
 
-def stream_tensors(
-    path: Path, dtype: np.dtype, tensors: dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
-) -> None:
-    """Writes a safetensors file one tensor at a time.
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor that is written a piece at a time.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype on disk.
+        pieces: Yields its numbers in order, some at a time, of any dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+
+def stream_tensors(path: Path, tensors: Mapping[str, Streamed], check: Callable[[], object] = lambda: None) -> None:
+    """Writes a safetensors file of little memory.
 
     Args:
         path: The file.
-        dtype: The dtype on disk; every tensor is cast.
-        tensors: Name → (shape, function that returns the array).
+        tensors: Name → tensor.
+        check: Is called when the file has its header and its size, before the long part.
 
     Raises:
-        InputError: A number is not finite in ``dtype``.
+        InputError: A number is not finite in its dtype.
     """
-    (kind,) = (k for k, d in DTYPES.items() if d == dtype)
+    names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, (shape, _) in tensors.items():
-        end = at + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, end]}
+    for name, tensor in tensors.items():
+        end = at + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, (shape, read) in bar(tensors.items(), description="converting", total=len(tensors), unit="tensor"):
-            with np.errstate(over="ignore"):
-                array = np.ascontiguousarray(read().astype(dtype))
-            if array.shape != shape:
-                raise AssertionError(f"{name} has the shape {array.shape}, not {shape}")
-            if not np.isfinite(array).all():
-                raise InputError(f"tensor {name!r} has numbers that are not finite in {dtype.name}")
-            file.write(array.view(np.uint8).data)
+        file.truncate(8 + len(text) + at)
+        file.flush()
+        check()
+        for name, tensor in bar(tensors.items(), description="converting", total=len(tensors), unit="tensor"):
+            left = math.prod(tensor.shape)
+            for piece in tensor.pieces():
+                with np.errstate(over="ignore"):
+                    array = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False))
+                if not np.isfinite(array).all():
+                    raise InputError(f"tensor {name!r} has numbers that are not finite in {tensor.dtype.name}")
+                left -= array.size
+                file.write(array.reshape(-1).view(np.uint8).data)
+            if left:
+                raise AssertionError(f"{name} has not the shape {tensor.shape}")

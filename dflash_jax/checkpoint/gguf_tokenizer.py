@@ -20,9 +20,10 @@ SPECIAL = {
 }
 
 
-def _split(digits: str) -> str:
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+def _split(digits: str, marks: str = "") -> str:
+    """A regular expression of words; ``marks`` are of words, too."""
+    words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ SCHEMES = {
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
     "qwen2": Scheme(_split(r"\p{N}"), nfc=True),
+    "qwen35": Scheme(_split(r"\p{N}", r"\p{M}"), nfc=True),
 }
 
 

@@ -47,13 +47,13 @@ def resolve(
             next(path.iterdir(), None)
             if revision is not None:
                 raise InputError(f"{name} is a directory, which has no revision {revision!r}")
-            return path
+            return _without_gguf(path)
         exists = path.exists()
     except (OSError, RuntimeError) as e:
         raise InputError(f"{name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
     if exists:
         if path.suffix == ".gguf":
-            raise InputError(f"{name} is a GGUF file: make a directory of it with dflash convert gguf-to-hf")
+            raise InputError(f"{name} is a GGUF file: {_how_to_convert(path)}")
         raise InputError(f"{name} is a file: give the directory that holds config.json and the .safetensors files")
     if isinstance(name, Path):
         raise InputError(f"{name} does not exist")
@@ -67,12 +67,29 @@ def resolve(
         # On a terminal the hub's client has its own bars.
         with progress.step(f"downloading {name}", disable=progress.is_terminal()):
             options = {"revision": revision, "cache_dir": download_dir, "allow_patterns": list(patterns)}
-            return Path(snapshot_download(name, **options))
+            directory = Path(snapshot_download(name, **options))
     except Exception as e:  # the hub's client raises many unrelated types
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         hint = _what_to_do(e, download_dir)
         message = f"{name} is neither a directory nor a repo that can be downloaded: {reason.rstrip('.')}. {hint}"
         raise InputError(message) from None
+    if "gguf" in name.lower() and PATTERNS[-1] in patterns and not any(directory.glob(PATTERNS[-1])):
+        advice = f"get one with hf download {name} FILE --local-dir DIR, then {_how_to_convert(Path('DIR/FILE'))}"
+        raise InputError(f"{name} has no .safetensors file. Its files are of GGUF: {advice}")
+    return directory
+
+
+def _without_gguf(directory: Path) -> Path:
+    """``directory``; an InputError where all its weights are GGUF files."""
+    file = min(directory.glob("*.gguf"), default=None)
+    # Other directories without .safetensors files are Orbax's, or say themselves what they lack.
+    if file is not None and not any(directory.glob(PATTERNS[-1])) and not (directory / "manifest.json").exists():
+        raise InputError(f"{directory} has a GGUF file in place of .safetensors files: {_how_to_convert(file)}")
+    return directory
+
+
+def _how_to_convert(file: Path) -> str:
+    return f"make a directory of it with dflash convert gguf-to-hf {file} NEW, and give NEW"
 
 
 def _what_to_do(error: Exception, download_dir: str | Path | None) -> str:

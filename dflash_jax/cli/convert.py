@@ -84,21 +84,26 @@ class OrbaxToHf:
 
 @dataclass(frozen=True)
 class GgufToHf:
-    """A Hugging Face directory from a GGUF file, which transformers reads too.
+    """A Hugging Face directory from a GGUF file.
 
-    Architectures: llama, qwen3, qwen3moe. Quantised tensors are unpacked; float32 keeps their values exactly.
+    Targets (llama, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe), MTP heads and DFlash drafters (dflash). Of a model
+    in several files any one is given, and the others are beside it. float32 keeps the values of every type exactly.
     """
 
     file: str = _path("the GGUF file", "FILE", flag="file")
     dst: str = _path(_DIRECTORY, "DST", flag="dst")
-    dtype: str = option("float32", "of the tensors", choices=("float32", "bfloat16", "float16"))
+    dtype: str | None = option(
+        None,
+        "default: as the file, with Q8_0 and Q4_0 packed and other bits as bfloat16",
+        choices=("float32", "bfloat16", "float16"),
+    )
 
     def run(self) -> int:
         """Converts: the exit code."""
         from dflash_jax.checkpoint.gguf import convert
 
         config = convert(self.file, self.dst, self.dtype)
-        print(f"{self.dst}: {config['model_type']}, {config['num_hidden_layers']} layers, {self.dtype}")
+        print(f"{self.dst}: {config['model_type']}, {config['num_hidden_layers']} layers, {config['dtype']}")
         return 0
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import jax
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ import torch
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer as Fast
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.checkpoint.gguf import GgufFile, convert, llama3_scaling, read_config
-from dflash_jax.checkpoint.gguf_tokenizer import build_tokenizer
+from dflash_jax.checkpoint.gguf import convert
+from dflash_jax.checkpoint.gguf_config import llama3_scaling, read_config
+from dflash_jax.checkpoint.gguf_file import SIZES, GgufFile
+from dflash_jax.checkpoint.gguf_tokenizer import SCHEMES, build_tokenizer
 from dflash_jax.checkpoint.load import load_target
 from dflash_jax.cli.convert import main
 from dflash_jax.errors import InputError
@@ -75,7 +79,7 @@ def test_logits_equal_those_of_transformers(architecture, kind, tmp_path):
     path = make(tmp_path / "model.gguf", architecture, kind)
     make_model, config = MODELS[architecture]
     reference = read_by_transformers(path, make_model(config))
-    convert(path, tmp_path / "hf")
+    convert(path, tmp_path / "hf", "float32")
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 40))
     expected, _ = in_both(reference, tokens)
     target = load_target(tmp_path / "hf")
@@ -148,6 +152,9 @@ def test_pre_tokenizer_splits_text_before_merges():
     assert words("smollm", "in 2024\n\n  5") == ["in", "_", "2", "0", "2", "4", "||__", "5"]
     assert words("llama-bpe", "in 2024\n\n  x") == ["in", "_", "202", "4", "||", "_", "_x"]
     assert words("qwen2", "in 2024\n\n  x") == ["in", "_", "2", "0", "2", "4", "||", "_", "_x"]
+    assert SCHEMES["qwen35"].split == PRETOKENIZE_REGEX
+    # A mark ends a word of qwen2, and belongs to one of qwen35.
+    assert len(words("qwen2", "हिन्दी 2024")) > len(words("qwen35", "हिन्दी 2024")) == 6
 
 
 def test_schemes_and_kinds_of_tokens():
@@ -269,7 +276,7 @@ def test_file_that_is_not_gguf_is_refused(content, part, tmp_path):
         ({"keys": {"llama.block_count": 4}}, ("missing 'model.layers.3.",)),
         ({"tensors": {"blk.0.attn_q.bias": np.zeros(96)}}, ("'blk.0.attn_q.bias'",)),
         ({"tensors": {"stray.weight": np.zeros((2, 3))}}, ("'stray.weight'",)),
-        ({"tensors": {"blk.0.attn_q.weight": np.zeros((97, 96))}}, ("'blk.0.attn_q.weight'", "6 heads")),
+        ({"tensors": {"blk.0.attn_q.weight": np.zeros((97, 96))}}, ("'blk.0.attn_q.weight'", "97 rows", "have 96")),
         ({"tensors": {"blk.1.ffn_up.weight": np.zeros((65, 96))}}, ("up_proj", "[65, 96]", "[64, 96]")),
         ({"tensors": {"output_norm.weight": np.full(96, np.nan)}}, ("'model.norm.weight'", "not finite")),
         ({"tensors": {"token_embd.weight": np.zeros((9, 96))}}, ("tokens", "9 rows")),
@@ -299,19 +306,36 @@ def test_values_beyond_float16_are_refused_only_in_float16(tmp_path):
         convert(path, tmp_path / "narrow", "float16")
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_some_kinds_of_tensors_are_unpacked_without_the_package_to_the_same_bits(kind, tmp_path, monkeypatch):
-    import gguf
+KINDS = [
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "MXFP4", "NVFP4"),
+]
 
-    path = make(tmp_path / "model.gguf", kind=kind)
-    file, kinds = GgufFile(path), set()
-    for name, tensor in file.tensors.items():
-        kinds.add(gguf.GGMLQuantizationType(tensor.kind).name)
-        expected = gguf.quants.dequantize(np.ascontiguousarray(tensor.data), gguf.GGMLQuantizationType(tensor.kind))
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, "gguf", None)
-            np.testing.assert_array_equal(GgufFile(path).read(name), expected, strict=True)
-    assert kind in kinds
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tensors_is_unpacked_to_the_bits_of_the_package(kind, tmp_path, monkeypatch):
+    """Some without the package."""
+    number = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    data = np.random.default_rng(0).integers(0, 256, (5, 512 // block * size), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("x", data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(data, number)
+    if number in SIZES:
+        monkeypatch.setitem(sys.modules, "gguf", None)
+    file = GgufFile(tmp_path / "model.gguf")
+    assert file.tensors["x"].shape == (5, 512)
+    actual = file.read("x")
+    # Random bits of scales are not all numbers, and a NaN has no bits of its own.
+    assert np.isfinite(expected).mean() > 0.5
+    np.testing.assert_array_equal(actual, expected, strict=True)
+    same = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[same].view(np.uint32), expected[same].view(np.uint32))
 
 
 def test_the_package_is_missing(tmp_path, monkeypatch):

@@ -1,16 +1,19 @@
 """Hostile values at every key of a GGUF file's metadata: an InputError of one line that names the file, or a model."""
 
+import re
 import resource
+import shutil
 import struct
+from functools import partial
 
+import numpy as np
 import pytest
 
-from dflash_jax.checkpoint.files import write_json
-from dflash_jax.checkpoint.gguf import GgufFile, hf_tensors, llama3_scaling, read_config
-from dflash_jax.checkpoint.gguf_file import MOST_ITEMS
-from dflash_jax.checkpoint.gguf_tokenizer import save_tokenizer
-from dflash_jax.checkpoint.load import read_target_config
+from dflash_jax.checkpoint import gguf
+from dflash_jax.checkpoint.gguf_config import llama3_scaling
+from dflash_jax.checkpoint.gguf_file import F32, I64, MOST_ITEMS, Q4_0, GgufFile, GgufTensor
 from dflash_jax.errors import InputError
+from tests import llama_cpp
 from tests.checkpoint.test_gguf import make
 from tests.gguf_files import MODELS
 
@@ -36,21 +39,38 @@ TOKENS = {
 }
 
 
-def opened(file: GgufFile, directory) -> None:
-    """As `convert` reads it, without its tensors."""
-    config = read_config(file)
-    hf_tensors(file, config)
-    write_json(directory / "config.json", config)
-    read_target_config(directory)
-    save_tokenizer(file.metadata, directory, config["max_position_embeddings"], str(file.path))
+FILES = {
+    **{architecture: (architecture, partial(make, architecture=architecture)) for architecture in MODELS},
+    # The others of llama_cpp.TARGETS have nothing more.
+    **{name: (name, partial(llama_cpp.write_target, architecture=name)) for name in ("qwen35moe", "qwen3next")},
+    "dflash": ("dflash", partial(llama_cpp.write_drafter, kind="dflash2")),
+}
 
 
-@pytest.mark.parametrize("architecture", MODELS)
-def test_hostile_metadata_gives_an_input_error_or_a_model(architecture, tmp_path):
-    file = GgufFile(make(tmp_path / "model.gguf", architecture))
-    metadata = file.metadata | {f"{architecture}.{key}": value for key, value in MORE.items()} | TOKENS
+class OpenedError(Exception):
+    """All was read but the numbers."""
+
+
+def opened(file: GgufFile, directory, monkeypatch) -> None:
+    """As `convert` reads it, without the numbers of its tensors."""
+
+    def tensors(*_):
+        raise OpenedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "stream_tensors", tensors)
+        with pytest.raises(OpenedError):
+            gguf.write(file, directory)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hostile_metadata_gives_an_input_error_or_a_model(name, tmp_path, monkeypatch):
+    architecture, build = FILES[name]
+    file = GgufFile(build(tmp_path / "model.gguf"))
+    more = {f"{architecture}.{key}": value for key, value in MORE.items()} | TOKENS
+    metadata = file.metadata | (more if name in MODELS else TOKENS)
     file.metadata = metadata
-    opened(file, tmp_path)
+    opened(file, tmp_path, monkeypatch)
     models = refused = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Of a tokenizer's lists, values of another kind only: each is read in a second.
@@ -58,7 +78,7 @@ def test_hostile_metadata_gives_an_input_error_or_a_model(architecture, tmp_path
         for value in VALUES:
             file.metadata = metadata | {key: value}
             try:
-                opened(file, tmp_path)
+                opened(file, tmp_path, monkeypatch)
                 models += 1
             except InputError as e:
                 message = str(e.args[0])
@@ -70,6 +90,36 @@ def test_hostile_metadata_gives_an_input_error_or_a_model(architecture, tmp_path
                 raise AssertionError(f"{key} = {str(value)[:60]}: {type(e).__name__}: {e}") from e
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18, (key, str(value)[:60])
     assert models > 50 < refused
+
+
+SHAPES = ((1,), (5,), (64,), (32, 64), (64, 32), (2, 2, 2), (5, 32, 64), (5, 64, 32), (1, 1, 1, 64), (7, 1))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "F32"), ("qwen35moe", "Q4_0"), ("dflash", "Q8_0")])
+def test_tensors_of_hostile_shapes_give_an_input_error_or_a_model(name, kind, tmp_path):
+    option = "stored_as" if name == "dflash" else "kind"
+    file = GgufFile(FILES[name][1](tmp_path / "model.gguf", **{option: kind}))
+    tensors, refused = file.tensors, 0
+    kinds = {re.sub(r"\d+", "", tensor): tensor for tensor in tensors}
+    for tensor in kinds.values():
+        others = [GgufTensor(shape, F32, np.ones((*shape[:-1], shape[-1] * 4), np.uint8)) for shape in SHAPES]
+        # Whole numbers, and one number of four bits, whose rows are no vectors.
+        odd = [GgufTensor((64,), I64, np.ones(512, np.uint8)), GgufTensor((32,), Q4_0, np.ones(18, np.uint8))]
+        for other in (None, *others, *odd):
+            file.tensors = {n: t for n, t in (tensors | {tensor: other}).items() if t is not None}
+            (tmp_path / "hf").mkdir()
+            try:
+                gguf.write(file, tmp_path / "hf")
+            except InputError as e:
+                message = str(e.args[0])
+                assert str(tmp_path) in message or "not finite" in message, message
+                assert len(message) < 1500
+                assert "\n" not in message
+                refused += 1
+            except BaseException as e:
+                raise AssertionError(f"{tensor}: {other and other.shape}: {type(e).__name__}: {e}") from e
+            shutil.rmtree(tmp_path / "hf")
+    assert refused > 10 * len(kinds)
 
 
 def header(*parts: bytes, tensors: int = 0, pairs: int = 0) -> bytes:
@@ -94,6 +144,19 @@ def text(value: str) -> bytes:
         (header(text("x"), struct.pack("<IIQ", 0, 0, 0), tensors=1), "blocks"),
         (header(text("general.alignment"), struct.pack("<IQ", 10, 2**63), pairs=1), "general.alignment"),
         (header(text("general.alignment"), struct.pack("<I?", 7, True), pairs=1), "general.alignment"),
+        (header(*[text("x"), struct.pack("<IQIQ", 1, 1, 0, 0)] * 2, bytes(64), tensors=2), "two tensors 'x'"),
+        (header(text("x" * 1000), struct.pack("<IQIQ", 1, 1, 0, 0), bytes(64), tensors=1), "name of a tensor"),
+        (
+            header(
+                *(text("x"), struct.pack("<IQIQ", 1, 9, 0, 0), text("y"), struct.pack("<IQIQ", 1, 1, 0, 32)),
+                bytes(128),
+                tensors=2,
+            ),
+            "'x' and 'y' overlap",
+        ),
+        (header(text("split.count"), struct.pack("<IH", 2, 65535), pairs=1), "one of 65535 parts"),
+        # An array of arrays, which could nest without end.
+        (header(text("x"), struct.pack("<IIQIQ", 9, 9, 1, 9, 1), pairs=1), "corrupt"),
     ],
 )
 def test_hostile_header_is_refused(content, part, tmp_path):
@@ -107,8 +170,6 @@ def test_hostile_header_is_refused(content, part, tmp_path):
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e30, 0.5])
 def test_invalid_rope_frequency_divisors_are_refused(value):
-    import numpy as np
-
     for divisors in (np.full(16, value, np.float32), np.r_[np.ones(8), np.full(8, value)].astype(np.float32)):
         with pytest.raises(InputError, match="Llama 3"):
             llama3_scaling(divisors, 10000.0, 32)

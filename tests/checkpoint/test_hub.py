@@ -55,6 +55,25 @@ def test_a_path_is_never_taken_for_a_repo(monkeypatch, tmp_path):
         resolve(Path("run") / "draft")
 
 
+def test_a_gguf_file_is_to_be_converted(monkeypatch, tmp_path):
+    """By its name, by that of its directory, and by that of a repo that has others."""
+    path = tmp_path / "model.gguf"
+    path.touch()
+    (tmp_path / "config.json").touch()
+    command = f"dflash convert gguf-to-hf {path} NEW, and give NEW"
+    for name in (path, str(path), tmp_path):
+        with pytest.raises(InputError) as error:
+            resolve(name)
+        assert command in str(error.value)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
+    with pytest.raises(
+        InputError, match=r"hf download a/b-GGUF FILE --local-dir DIR, then make .* gguf-to-hf DIR/FILE"
+    ):
+        resolve("a/b-GGUF")
+    (tmp_path / "model.safetensors").touch()
+    assert resolve(tmp_path) == resolve("a/b-GGUF") == tmp_path
+
+
 def test_a_target_finds_its_published_drafter(monkeypatch, caplog, tmp_path):
     """The bundled pair in place of the published one."""
     asked, draft = [], shutil.copytree(TINY / "draft", tmp_path / "draft") / "config.json"

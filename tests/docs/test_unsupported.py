@@ -3,16 +3,19 @@
 import json
 import re
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, InputError
+from dflash_jax.checkpoint.gguf import convert
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.options.serve import parse
 from tests import few_bits
 from tests.docs.pages import ROOT
+from tests.gguf_files import write_gguf
 
 PAGE = (ROOT / "docs" / "unsupported.md").read_text(encoding="utf-8")
 CHAT = [{"role": "user", "content": "x"}]
@@ -127,6 +130,9 @@ def test_a_target_without_an_mtp_head(tmp_path):
 def test_a_gguf_file_and_options_of_the_library(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     check_message(tmp_path, lambda: LLM(tmp_path / "model.gguf"))
+    for name, architecture in (("mmproj", "clip"), ("other", "gemma3")):
+        path = write_gguf(tmp_path / f"{name}.gguf", architecture, {}, {}, {})
+        check_message(tmp_path, partial(convert, path, tmp_path / "new"))
     check_message(tmp_path, lambda: LLM(dtype="float16"))
     check_message(tmp_path, lambda: LLM(quantize="int3"))
 
@@ -148,5 +154,5 @@ def test_every_request_of_the_page_gets_its_status_and_message(server):
 
 
 def test_every_case_of_the_page_is_run():
-    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 10
+    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 12
     assert all(re.fullmatch(r"`.+`", cells[1]) for cells in rows("Checkpoints"))

@@ -76,7 +76,7 @@ def gguf() -> Path:
 def llm(gguf) -> LLM:
     # Made anew, so that it is this converter's.
     shutil.rmtree(CACHE / "hf", ignore_errors=True)
-    convert(gguf, CACHE / "hf")
+    convert(gguf, CACHE / "hf", "float32")
     return LLM(CACHE / "hf", dtype="float32")
 
 
