@@ -62,8 +62,8 @@ def is_scale(path: str) -> bool:
 def _scale(
     mixer: Attention, name: str, norms: Sequence[RMSNorm], known: np.ndarray | None
 ) -> Array | jax.ShapeDtypeStruct:
-    weight, heads = getattr(mixer, name[0])[...], mixer.spec.num_kv_heads
-    array = jax.tree.leaves(weight)[0]
+    parameter, heads = getattr(mixer, name[0]), mixer.spec.num_kv_heads
+    array = jax.tree.leaves(parameter)[0]
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((heads,), jnp.float32)
     sharding = array.sharding
@@ -78,7 +78,7 @@ def _scale(
         return in_heads(partial(_of_normed_keys, heads, mixer.k_norm.offset))(mixer.k_norm.weight[...])
     bias = getattr(mixer, f"{name[0]}_bias")[...] if mixer.spec.qkv_bias else None
     of_rows = partial(_of_projection, tuple(norm.offset for norm in norms), name == "k_scale")
-    return in_heads(of_rows)(weight, bias, [norm.weight[...] for norm in norms])
+    return in_heads(of_rows)(parameter[...], bias, [norm.weight[...] for norm in norms])
 
 
 def _of_normed_keys(heads: int, offset: float, weight: Float[Array, " D"]) -> Float[Array, " K"]:

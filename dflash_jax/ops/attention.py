@@ -260,7 +260,7 @@ def _supports_triton(
         return "there is no cached context"
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
-    return triton_attention.why_not(q)
+    return triton_attention.why_not(backend.triton_card, k)
 
 
 def _triton(

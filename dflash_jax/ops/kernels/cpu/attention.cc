@@ -2,7 +2,8 @@
 // FFI calls: `attend`, `rotate` and `write` of calls.py.
 //
 // Attention is in float32. A part is one KV head of one batch entry; 16 of its query rows (ordered by token, then head)
-// are in the lanes of a vector. The valid part of the cache is read in place, once for each 16 rows.
+// are in the lanes of a vector. The valid part of the cache is read in place, once for each 16 rows; FP8 is decoded into
+// float32 for each update of the running softmax.
 
 #include <algorithm>
 #include <cstdint>
@@ -90,17 +91,66 @@ struct Softmax {
 
 using F32 = ffi::Buffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
+using Bytes = uint8_t __attribute__((vector_size(16)));
 
-// q [B, T, N, D]; k, v [B, T, K, D]; block_mask [1 or B, T, T], unless `causal`: a token sees itself and earlier ones;
+// float8_e4m3fn: a sign, four bits of exponent with a bias of 7, three of mantissa. NaN is decoded to 480: it is in no
+// cache but where nothing was written.
+inline void Decode(const uint8_t* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Bytes bytes;
+    std::memcpy(&bytes, from + i, sizeof bytes);
+    const Ints bits = __builtin_convertvector(bytes, Ints), size = bits & 127;
+    const Floats normal = (Floats)((size << 20) + (120 << 23));
+    // Below the least normal number the mantissa counts in units of 2^-9.
+    const Floats small = __builtin_convertvector(size, Floats) * 0.001953125f;
+    const Floats y = Choose(size < 8, small, normal);
+    Store(to + i, (Floats)((Ints)y | (bits & 128) << 24));
+  }
+}
+
+// Keys or values: `Rows` gives n ≤ kKeys of them, one each `stride` numbers from `at` on, and their stride in floats.
+struct Numbers {
+  const void* data;
+  bool is_fp8;
+
+  const float* Rows(int64_t at, int64_t& stride, int n, int64_t size, float* room) const {
+    if (!is_fp8) return static_cast<const float*>(data) + at;
+    const uint8_t* const from = static_cast<const uint8_t*>(data) + at;
+    for (int j = 0; j < n; ++j) Decode(from + j * stride, size, room + j * size);
+    stride = size;
+    return room;
+  }
+};
+
+// Adds n keys and values of so many numbers, of which one begins each `stride` numbers from `at` on.
+inline void Fold(Softmax& softmax, const Numbers& k, const Numbers& v, int64_t at, int64_t stride, int n,
+                 const Ints* seen) {
+  thread_local std::vector<float> room(2 * kKeys * kMaxHeadSize);
+  int64_t of_values = stride;
+  const float* const keys = k.Rows(at, stride, n, softmax.size, room.data());
+  const float* const values = v.Rows(at, of_values, n, softmax.size, room.data() + kKeys * kMaxHeadSize);
+  softmax.Fold(keys, values, stride, n, seen);
+}
+
+// q [B, T, N, D]; k, v [B, T, K, D], in float32 or float8_e4m3fn, as the caches are; block_mask [1 or B, T, T], unless `causal`: a token sees itself and earlier ones;
 // k_cache, v_cache [pages, K, P, D]; table [all rows, n], the pages of each row; rows, length, recent, sinks
 // [B]; first [B, T].
-ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_cache, F32 v_cache, I32 table, I32 rows,
-                I32 length, I32 first, I32 recent, I32 sinks, ffi::ResultBuffer<ffi::F32> out, bool causal) {
+ffi::Error Call(F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::PRED> block_mask, ffi::AnyBuffer k_cache,
+                ffi::AnyBuffer v_cache, I32 table, I32 rows, I32 length, I32 first, I32 recent, I32 sinks,
+                ffi::ResultBuffer<ffi::F32> out, bool causal) {
   const int64_t tokens = q.dimensions()[1], heads = q.dimensions()[2], size = q.dimensions()[3];
   const int64_t kv_heads = k.dimensions()[2], group = heads / kv_heads;
   const int64_t pages = k_cache.dimensions()[0], page_size = k_cache.dimensions()[2];
   const int64_t all = table.dimensions()[0], most = table.dimensions()[1];
   if (size > kMaxHeadSize || size % kLanes) return ffi::Error::InvalidArgument("heads of an unsupported size");
+  const bool is_fp8 = k_cache.element_type() == ffi::F8E4M3FN;
+  for (const ffi::AnyBuffer& each : {k, v, k_cache, v_cache}) {
+    if (each.element_type() != (is_fp8 ? ffi::F8E4M3FN : ffi::F32)) {
+      return ffi::Error::InvalidArgument("keys and values of different or unsupported dtypes");
+    }
+  }
+  const Numbers new_k{k.untyped_data(), is_fp8}, new_v{v.untyped_data(), is_fp8};
+  const Numbers cached_k{k_cache.untyped_data(), is_fp8}, cached_v{v_cache.untyped_data(), is_fp8};
   const int64_t tiles = (tokens * group + kLanes - 1) / kLanes;
   const bool one_mask = block_mask.dimensions()[0] == 1;
 
@@ -141,7 +191,7 @@ ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_ca
         for (int j = 0; j < n; ++j) seen[j] = lowest <= static_cast<int32_t>(start + j);
         const int64_t page = std::clamp<int64_t>(table.typed_data()[row * most + start / page_size], 0, pages - 1);
         const int64_t from = ((page * kv_heads + head) * page_size + start % page_size) * size;
-        softmax.Fold(k_cache.typed_data() + from, v_cache.typed_data() + from, size, n, seen);
+        Fold(softmax, cached_k, cached_v, from, size, n, seen);
       }
     }
     const int64_t first_new = (b * tokens * kv_heads + head) * size, stride = kv_heads * size;
@@ -157,7 +207,7 @@ ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_ca
         }
       }
       const int64_t from = first_new + start * stride;
-      softmax.Fold(k.typed_data() + from, v.typed_data() + from, stride, n, seen);
+      Fold(softmax, new_k, new_v, from, stride, n, seen);
     }
     for (int64_t m = 0; m < live; ++m) {
       float* y = out->typed_data() + place[m];
@@ -277,11 +327,11 @@ ffi::Error Write(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, I32 table, ffi:
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashAttend, Call,
                               ffi::Ffi::Bind()
                                   .Arg<F32>()
-                                  .Arg<F32>()
-                                  .Arg<F32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Arg<F32>()
-                                  .Arg<F32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Arg<I32>()
