@@ -247,15 +247,18 @@ class Attention(nnx.Module):
         gates: Float[Array, "B T N 2 D"] | None = None,
     ) -> Float[Array, "B T N D"]:
         """`ops.attention.attention` of keys and values as `as_cached` gives them."""
+        y = attention(self.backend, self._scaled(q, "k_scale"), k, v, mask, cache, length, bounds, gates)
+        return self._scaled(y, "v_scale")
+
+    def _scaled(self, x: Float[Array, "B T N D"], name: str) -> Float[Array, "B T N D"]:
+        """Queries or attended values times the scale of their KV head, where there is one.
+
+        All keys of a head have the same scale, which so may multiply the query; all values likewise.
+        """
         if not self.has_fp8_cache:
-            return attention(self.backend, q, k, v, mask, cache, length, bounds, gates)
-
-        def scaled(x: Array, scale: Array) -> Array:
-            return (x * jnp.repeat(scale, x.shape[2] // len(scale))[:, None]).astype(x.dtype)
-
-        # A scale is the same for all keys of a head, so that it multiplies the query; so is that of values.
-        q = scaled(q, self.k_scale[...])
-        return scaled(attention(self.backend, q, k, v, mask, cache, length, bounds, gates), self.v_scale[...])
+            return x
+        scale = getattr(self, name)[...]
+        return (x * jnp.repeat(scale, x.shape[2] // len(scale))[:, None]).astype(x.dtype)
 
     def output(
         self, y: Float[Array, "B T N D"], residual: Float[Array, "B T H"] | None = None
@@ -277,11 +280,12 @@ class Attention(nnx.Module):
             [B, T, H].
         """
         q, k, v, gates = self.inputs(x, angles)
+        k, v = (each.astype(q.dtype) for each in self.as_cached(k, v))
         b, t, n, d = q.shape
         ends = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
-        q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
+        q = self._scaled(q, "k_scale").reshape(b, t, k.shape[2], -1, d) * d**-0.5
         y, _ = interval_attention(q, k, v, starts, ends)
-        return self.output(through_gate(y.reshape(b, t, n, d), gates))
+        return self.output(through_gate(self._scaled(y.reshape(b, t, n, d), "v_scale"), gates))
 
     def __call__(
         self,
