@@ -1,7 +1,7 @@
 """Checkpoints as sharded Orbax, written a parameter at a time and resumable.
 
-A directory holds ``parameters/PATH`` for each parameter (of one in few bits the arrays of `quantized.read`, or values
-and scale of what was quantized on the way, so that every mesh reads them), ``extra/NAME`` for each tensor that the text
+A directory holds ``parameters/PATH`` for each parameter (of one in few bits the arrays of `quantized.read`, or
+those of what was quantized on the way, so that every mesh reads them), ``extra/NAME`` for each tensor that the text
 model does not run, those of a vision tower among them, ``records/`` of what is written and verified, and unchanged
 copies of config, tokenizer and chat template. ``manifest.json`` comes last: a directory without it is an unfinished
 conversion and is refused.
@@ -29,9 +29,10 @@ from dflash_jax.checkpoint.parameters import (
     placed,
     read_parameter,
     spread,
+    stays_quantized,
 )
 from dflash_jax.errors import InputError
-from dflash_jax.ops.weights import QuantizedWeight
+from dflash_jax.ops.weights import CODES, QuantizedWeight
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.progress import bar
 
@@ -63,7 +64,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _tree(value) -> dict:
-    return {"values": value.values, "scale": value.scale} if isinstance(value, QuantizedWeight) else {"array": value}
+    return value.arrays() if isinstance(value, QuantizedWeight) else {"array": value}
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
         else:
             sharding = NamedSharding(mesh, specs[name])
             if options["quantize"] is None:
-                arrays = placed(arrays_of(entries[name], source, options["dtype"]), sharding, len(entries[name].shape))
+                arrays = placed(arrays_of(entries[name], source, options["dtype"]), sharding, entries[name].shape)
             else:
                 arrays = _tree(read_parameter(entries[name], source, options["dtype"], options["quantize"], sharding))
             jax.block_until_ready(arrays)
@@ -285,6 +286,13 @@ class ExtraTensors(ConvertedTensors):
         return read_arrays(self._paths[name], ["array"])["array"]
 
 
+def _shape(arrays: Mapping[str, list]) -> tuple[int, ...]:
+    """The shape of a parameter by the dtypes and shapes of its arrays."""
+    name = next(name for name in ("array", "values", *CODES) if name in arrays)
+    *rows, size = arrays[name][1]
+    return (*rows, 2 * size if name in CODES else size)
+
+
 def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
     """Reads every parameter of an abstract module straight to its devices.
 
@@ -304,14 +312,15 @@ def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
     table = list(zip(parameter_paths(module), leaves, parameter_specs(module), strict=True))
     for path, leaf, spec in bar(table, description="loading weights", unit="parameter", in_library=True):
         record = manifest["records"].get(f"parameters {path}")
-        shape = record and tuple((record["arrays"].get("array") or record["arrays"]["values"])[1])
+        shape = record and _shape(record["arrays"])
         if shape != leaf.shape:
             raise InputError(f"{directory} does not fit its config.json: {path} has shape {shape}, not {leaf.shape}")
         sharding = NamedSharding(mesh, spec)
         where, names = (directory / "parameters" / path).absolute(), list(record["arrays"])
-        if quantized.is_coded(names):
-            arrays = placed(quantized.decoded(read_arrays(where, names)), sharding, leaf.ndim)
+        if "divisor" in names:
+            arrays = quantized.without_divisor(read_arrays(where, names), not stays_quantized(path, quantize))
+            arrays = placed(arrays, sharding, leaf.shape)
         else:
-            arrays = read_arrays(where, names, array_shardings(names, sharding, leaf.ndim))
+            arrays = read_arrays(where, names, array_shardings(names, sharding, leaf.shape))
         parameters.append(spread(finished(arrays, dtype, path, quantize, sharding), sharding))
     return jax.tree.unflatten(structure, parameters)

@@ -1,6 +1,6 @@
 """One parameter from its tensors on disk to its devices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -15,7 +15,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.families.names import Entry
 from dflash_jax.models.mtp_config import MtpConfig
-from dflash_jax.ops.weights import QuantizedWeight
+from dflash_jax.ops.weights import CODES, QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
 from dflash_jax.parallel.sharding import parts_of, place
 
@@ -68,10 +68,13 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
     Returns:
         What `finished` returns.
     """
-    arrays = arrays_of(entry, source, dtype)
-    if quantized.is_coded(arrays):
-        arrays = quantized.decoded(arrays)
-    return finished(placed(arrays, sharding, len(entry.shape)), dtype, entry.path, quantize, sharding)
+    arrays = quantized.without_divisor(arrays_of(entry, source, dtype), not stays_quantized(entry.path, quantize))
+    return finished(placed(arrays, sharding, entry.shape), dtype, entry.path, quantize, sharding)
+
+
+def stays_quantized(path: str, quantize: str | None) -> bool:
+    """Whether a parameter that is in few bits in its checkpoint stays so; ``quantize`` as in `load.load_target`."""
+    return quantize != "none" and path.rsplit(".", 1)[-1] in QUANTIZED
 
 
 def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, np.ndarray]:
@@ -91,9 +94,9 @@ def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, np.ndarray]:
     return {"array": cast(entry.read(given), dtype)}
 
 
-def placed(arrays: Mapping[str, np.ndarray], sharding: NamedSharding, ndim: int) -> dict[str, jax.Array]:
+def placed(arrays: Mapping[str, np.ndarray], sharding: NamedSharding, shape: Sequence[int]) -> dict[str, jax.Array]:
     """The arrays of one parameter on its devices; arguments as of `array_shardings`."""
-    shardings = array_shardings(arrays, sharding, ndim)
+    shardings = array_shardings(arrays, sharding, shape)
     return {name: place(array, shardings[name]) for name, array in arrays.items()}
 
 
@@ -102,17 +105,23 @@ def cast(array: A, dtype) -> A:
     return array if dtype is None or jnp.issubdtype(array.dtype, jnp.integer) else array.astype(dtype)
 
 
-def array_shardings(names: Iterable[str], sharding: NamedSharding, ndim: int) -> dict[str, NamedSharding]:
+def array_shardings(names: Iterable[str], sharding: NamedSharding, shape: Sequence[int]) -> dict[str, NamedSharding]:
     """The shardings of a parameter's arrays as a checkpoint has them.
 
     Args:
         names: "array", or those of `quantized.read`.
         sharding: The parameter's sharding.
-        ndim: How many axes the parameter has.
+        shape: The parameter's shape.
+
+    Raises:
+        InputError: A device would have half a byte.
     """
     # Runs of the last axis belong to the checkpoint, and need not divide as the values do.
-    of_scale = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: ndim - 1]))
-    return {name: sharding if name in ("array", "values") else of_scale for name in names}
+    of_scale = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: len(shape) - 1]))
+    parts = parts_of(sharding.mesh.shape, sharding.spec, len(shape) - 1)
+    if shape[-1] // parts % 2 and not set(CODES).isdisjoint(names):
+        raise InputError(f"{shape[-1]} inputs in four bits on {parts} devices: each must have an even number of them")
+    return {name: sharding if name in ("array", "values", *CODES) else of_scale for name in names}
 
 
 def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | None, sharding: NamedSharding):
@@ -129,17 +138,16 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
         An array, or a `QuantizedWeight` whose scales are the checkpoint's, or one for each row: the same on every mesh.
         Of a checkpoint in few bits only `QUANTIZED` stay so.
     """
-    is_large = path.rsplit(".", 1)[-1] in QUANTIZED
-    if "values" in arrays:
-        weight = QuantizedWeight(**arrays)
-        if is_large and quantize != "none":
+    if "array" not in arrays:
+        weight = QuantizedWeight.of(arrays)
+        if stays_quantized(path, quantize):
             return weight
         dense = jax.jit(_multiplied, static_argnums=1, out_shardings=sharding)
         return dense(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
     array = cast(arrays["array"], dtype)
-    if quantize in ("int8", "fp8") and is_large:
-        shardings = array_shardings(("values", "scale"), sharding, array.ndim)
-        return QuantizedWeight(**jax.jit(_quantized, static_argnums=1, out_shardings=shardings)(array, quantize))
+    if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:
+        shardings = array_shardings(("values", "scale"), sharding, array.shape)
+        return QuantizedWeight.of(jax.jit(_quantized, static_argnums=1, out_shardings=shardings)(array, quantize))
     return array
 
 
@@ -148,16 +156,17 @@ def spread(weight: jax.Array | QuantizedWeight, sharding: NamedSharding) -> jax.
     parts = parts_of(sharding.mesh.shape, sharding.spec, weight.ndim - 1)
     if not isinstance(weight, QuantizedWeight) or parts == 1:
         return weight
-    scale = jax.jit(_scale_of_parts, static_argnums=1, out_shardings=sharding)(weight, parts)
-    return QuantizedWeight(weight.values, scale)
+    scales = jax.jit(_scales_of_parts, static_argnums=1, out_shardings=sharding)(weight, parts)
+    return QuantizedWeight.of(weight.arrays() | scales)
 
 
 def _quantized(array: jax.Array, kind: str) -> dict[str, jax.Array]:
-    return vars(quantize_array(array, kind))
+    return quantize_array(array, kind).arrays()
 
 
-def _scale_of_parts(weight: QuantizedWeight, parts: int) -> jax.Array:
-    return weight.spread(parts).scale
+def _scales_of_parts(weight: QuantizedWeight, parts: int) -> dict[str, jax.Array]:
+    arrays = weight.spread(parts).arrays()
+    return {name: array for name, array in arrays.items() if name not in ("values", *CODES)}
 
 
 def _multiplied(weight: QuantizedWeight, dtype) -> jax.Array:

@@ -6,8 +6,8 @@ O outputs, I inputs, X the tensor's name; b e2m1, in four bits, of which the low
     NVFP4: b · s · t        b = X uint8 [O, I/2], s = X_scale float8_e4m3fn [O, I/16], t = X_scale_2 float32
     NVFP4: b · (s / t)      b = X_packed, s = X_scale alike, t = X_global_scale float32
 
-The first form of NVFP4 is ModelOpt's, the second that of compressed-tensors. 2 · b is a whole number, so that int8 and
-half the scale have the weight exactly. Scales of activations, keys and values (`is_unused`) change no weight.
+The first form of NVFP4 is ModelOpt's, the second that of compressed-tensors. Scales of activations, keys and values
+(`is_unused`) change no weight.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from dflash_jax.checkpoint.quantization import FP8, GROUP, NVFP4, Quantization
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.names import Entry, Tensor
 from dflash_jax.models.families.reading import shown
-from dflash_jax.ops.weights import QuantizedWeight
+from dflash_jax.ops.weights import CODES, QuantizedWeight
 
 PACKED = "_packed"
-# Twice the value of each code of e2m1.
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# Kind → code of `QuantizedWeight`, of kinds in four bits.
+OF_KINDS = {NVFP4: "e2m1"}
 FLOATS = ("F32", "BF16", "F16")
 # Scales of activations, after the name of a module; scales of keys and values, after that of an attention.
 OF_INPUTS = ("input_scale", "input_global_scale")
@@ -250,13 +250,15 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.
         files: The tensors.
 
     Returns:
-        "values": float8_e4m3fn, or of NVFP4 codes of e2m1, uint8, in the parameter's shape; and "scale" and "factor" or
+        "values" or, in four bits, the name of their code, as `QuantizedWeight` has them; and "scale" and "factor" or
         "divisor", for each run of the last axis.
 
     Raises:
         InputError: A scale is no scale.
     """
-    arrays = {"values": entry.read([_values(part, files) for part in parts])}
+    code = OF_KINDS.get(parts[0].kind)
+    values = [part.tensor.of(files.read(part.name)) for part in parts]
+    arrays = {code or "values": entry.read(values, entry.shape[-1] // (2 if code else 1))}
     for role in parts[0].scales:
         run = _run(entry.shape[-1], (part.scales[role].block for part in parts))
         spread = [_spread(part.tensor, part.scales[role], run, files) for part in parts]
@@ -264,14 +266,6 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.
     if len(arrays) > 2:
         _check_products(entry, parts, files)
     return arrays
-
-
-def _values(part: Stored, files: Tensors) -> np.ndarray:
-    """The values of a tensor, in the weight's shape."""
-    values = part.tensor.of(files.read(part.name))
-    if part.kind == FP8:
-        return values
-    return np.stack([values & 15, values >> 4], axis=-1).reshape(part.tensor.shape)
 
 
 def _spread(tensor: Tensor, scales: Scales, run: int, files: Tensors) -> np.ndarray:
@@ -293,34 +287,34 @@ def _check_products(entry: Entry, parts: Sequence[Stored], files: Tensors) -> No
             raise InputError(f"tensor {whole.name!r} has {shown(numbers.max())}: its scales must be finite numbers")
 
 
-def is_coded(arrays: Iterable[str]) -> bool:
-    """Whether arrays of `read` with these names must be decoded: they are of NVFP4."""
-    return not {"factor", "divisor"}.isdisjoint(arrays)
-
-
-def decoded(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Values and scale of a `QuantizedWeight` of the arrays of `read` for NVFP4.
+def without_divisor(arrays: dict[str, np.ndarray], is_exact: bool) -> dict[str, np.ndarray]:
+    """The arrays of `read` with a factor, or with float32 quotients, in place of a divisor.
 
     They are computed on the host: quotients of compiled programs are not the nearest numbers on every device.
+
+    Args:
+        arrays: Those of `read`.
+        is_exact: Whether scales are the quotients; else they stay in 8 bits, with the reciprocal as their factor, which
+            changes a weight by at most two units of float32's last place.
     """
-    scale = arrays["scale"].astype(np.float32)
-    scale = scale * arrays["factor"] if "factor" in arrays else scale / arrays["divisor"]
-    return {"values": np.asarray(DOUBLED, np.int8)[arrays["values"]], "scale": scale * np.float32(0.5)}
+    if "divisor" not in arrays:
+        return arrays
+    rest = {name: array for name, array in arrays.items() if name != "divisor"}
+    if not is_exact:
+        return rest | {"factor": np.float32(1) / arrays["divisor"]}
+    return rest | {"scale": arrays["scale"].astype(np.float32) / arrays["divisor"]}
 
 
 def write(
     entry: Entry, parts: Sequence[Stored], arrays: dict[str, np.ndarray], files: Tensors
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yields the tensors of a parameter, of some only rows: the inverse of `read`; ``files`` need only have dtypes."""
-    for part, values in zip(parts, entry.write(arrays["values"]), strict=True):
-        if part.kind == NVFP4:
-            values = values[..., ::2] | values[..., 1::2] << 4
+    code = OF_KINDS.get(parts[0].kind)
+    for part, values in zip(parts, _divided(entry, arrays[code or "values"], 2 if code else 1), strict=True):
         yield dataclasses.replace(part.tensor, name=part.name), values
     for role in parts[0].scales:
         run = entry.shape[-1] // arrays[role].shape[-1]
-        wide = [dataclasses.replace(t, shape=(*t.shape[:-1], t.shape[-1] // run)) for t in entry.tensors]
-        spread = dataclasses.replace(entry, tensors=tuple(wide)).write(arrays[role])
-        for part, array in zip(parts, spread, strict=True):
+        for part, array in zip(parts, _divided(entry, arrays[role], run), strict=True):
             scales = part.scales[role]
             # Of rows, the scales of blocks that begin in them.
             begin = -part.tensor.first % scales.block[0]
@@ -329,31 +323,47 @@ def write(
             yield dataclasses.replace(part.tensor, name=scales.name), array
 
 
+def _divided(entry: Entry, array: np.ndarray, inputs: int) -> list[np.ndarray]:
+    """The arrays of the tensors of a parameter that has one number for so many inputs of its last axis."""
+    short = [dataclasses.replace(t, shape=(*t.shape[:-1], t.shape[-1] // inputs)) for t in entry.tensors]
+    return dataclasses.replace(entry, tensors=tuple(short)).write(array)
+
+
 @dataclass(frozen=True)
 class Form:
     """What a parameter in few bits takes of memory.
 
     Attributes:
-        values: Dtype of its values.
+        values: Dtype of its values, or the code of four bits.
         columns: Inputs that share a scale; 0 for all of a row.
         scale: Dtype of its scales.
+        has_factor: Whether each row has a factor, too.
     """
 
     values: str
     columns: int
     scale: str
+    has_factor: bool = False
 
     def abstract(self, shape: tuple[int, ...]) -> QuantizedWeight:
         """A weight of ``shape`` in this form, of shape structs."""
-        scale = (*shape[:-1], shape[-1] // math.gcd(shape[-1], self.columns))
-        structs = jax.ShapeDtypeStruct(shape, self.values), jax.ShapeDtypeStruct(scale, self.scale)
-        return jax.eval_shape(QuantizedWeight, *structs)
+        *rows, size = shape
+        is_coded = self.values in CODES
+        arrays = {self.values: ((*rows, size // 2), "uint8")} if is_coded else {"values": (shape, self.values)}
+        arrays["scale"] = (*rows, size // math.gcd(size, self.columns)), self.scale
+        if self.has_factor:
+            arrays["factor"] = (*rows, 1), "float32"
+        return QuantizedWeight.of({name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()})
+
+
+# Of NVFP4, in both dialects.
+OF_NVFP4 = Form("e2m1", GROUP, "float8_e4m3fn", has_factor=True)
 
 
 def form(parts: Sequence[Stored], files: Tensors) -> Form:
     """The form of a parameter as it is loaded."""
     if parts[0].kind == NVFP4:
-        return Form("int8", GROUP, "float32")
+        return OF_NVFP4
     scales = [part.scales["scale"] for part in parts]
     dtype = np.result_type(*(DTYPES[files.dtype(s.name)] for s in scales))
     return Form("float8_e4m3fn", math.gcd(*(s.block[1] for s in scales)), dtype.name)
@@ -366,6 +376,6 @@ def claimed_form(entry: Entry, quantization: Quantization) -> Form | None:
     if claim is None:
         return None
     if claim.kind == NVFP4:
-        return Form("int8", GROUP, "float32")
+        return OF_NVFP4
     # Scales of published checkpoints in blocks are bfloat16.
     return Form("float8_e4m3fn", claim.block[1], "bfloat16") if claim.block else Form("float8_e4m3fn", 0, "float32")

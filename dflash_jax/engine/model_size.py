@@ -53,6 +53,7 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
 
     from dflash_jax.models.config import ModelConfig, MoeSpec
     from dflash_jax.models.drafters import config_of
+    from dflash_jax.ops.weights import is_weight
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
 
     config = getattr(module, "config", None)
@@ -66,13 +67,12 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
     }
     sums = dict.fromkeys(("count", "total", "expert", "lookup", "head", "context"), 0.0)
     replicated: dict[str, float] = {}
-    for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
-        if not path.endswith(".scale"):
-            sums["count"] += math.prod(leaf.shape)
-        # Of a weight in few bits: the parameter's name, not that of its values or scales.
-        path = path.removesuffix(".values").removesuffix(".scale").removesuffix(".panels")
+    weights = parameter_paths(module, is_weight), jax.tree.leaves(module, is_leaf=is_weight)
+    for path, weight, spec in zip(*weights, parameter_specs(module, is_weight), strict=True):
+        sums["count"] += math.prod(weight.shape)
         name = path.rsplit(".", 1)[-1]
-        size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout.sizes, spec)
+        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(weight))
+        parts = parts_of(layout.sizes, spec)
         sums["total"] += size / parts
         if path in routed:
             sums["expert"] += size / experts / (parts / layout.parts(layout.experts(experts)))

@@ -1,9 +1,10 @@
-"""Weights that are not plain arrays: quantized, or packed into panels for the C++ kernels."""
+"""Weights that are not plain arrays: quantized to 8 or 4 bits, or packed into panels for the C++ kernels."""
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
@@ -17,44 +18,74 @@ from jaxtyping import Array, Float, Int, Shaped
 
 # Outputs in a panel of a `PackedWeight`.
 LANES = 16
-# For more tokens, the products of all runs, float32 [T, runs, O], are larger than the weight in bfloat16.
+# For more tokens, or shorter runs, the products of all runs, float32 [T, runs, O], are larger than the weight in
+# bfloat16.
 FEW_TOKENS = 64
+# What four bits stand for: see `QuantizedWeight`.
+CODES = ("int4", "e2m1")
 
 
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "zero", "factor"], meta_fields=["code"])
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight in 8 bits, with one scale for each of N equal runs of the last axis.
+    """A weight [..., I] in 8 or 4 bits: (number - zero) · scale · factor, with one scale for each of N equal runs of I.
 
     It stands where a weight array stands: `ops.linear.project` and the experts compute with it without a dequantized
     copy.
 
     Attributes:
-        values: [..., I], float8_e4m3fn or int8.
-        scale: [..., N]; the weight is ``values`` times the scale of each run.
+        values: The numbers, [..., I], float8_e4m3fn or int8; or, with ``code``, uint8 [..., I / 2], two codes a byte,
+            of which the low half is that of the even input.
+        scale: [..., N].
+        zero: The number that stands for 0, int8 [..., N]; None: 0.
+        factor: A scale of the scales, float32 [..., M], for each of M equal runs; None: 1.
+        code: What four bits stand for: "int4" for -8 to 7, in this order from 0 on; "e2m1" for a sign, two bits of
+            exponent and one of mantissa (OCP Microscaling Formats 1.0). None: ``values`` are numbers.
     """
 
     values: Shaped[Array, "*out I"]
     scale: Float[Array, "*out N"]
+    zero: Int[Array, "*out N"] | None = None
+    factor: Float[Array, "*out M"] | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> "QuantizedWeight":
+        """The weight of `arrays`."""
+        code = next((c for c in CODES if c in arrays), None)
+        rest = {name: array for name, array in arrays.items() if name not in ("values", *CODES)}
+        return cls(arrays[code or "values"], **rest, code=code)
+
+    def arrays(self) -> dict[str, Array]:
+        """Its arrays by their names, those of the values by that of their code, if they have one."""
+        more = {"scale": self.scale, "zero": self.zero, "factor": self.factor}
+        return {self.code or "values": self.values} | {n: array for n, array in more.items() if array is not None}
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The weight's shape."""
-        return self.values.shape
+        *out, size = self.values.shape
+        return (*out, size if self.code is None else 2 * size)
 
     @property
     def ndim(self) -> int:
         """How many axes it has."""
         return self.values.ndim
 
+    @property
+    def run(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[-1] // self.scale.shape[-1]
+
     def __getitem__(self, index: Any) -> "QuantizedWeight":
         """Indexes leading axes only."""
-        return QuantizedWeight(self.values[index], self.scale[index])
+        return jax.tree.map(lambda array: array[index], self)
 
     def reshape(self, *shape: int) -> "QuantizedWeight":
-        """Reshapes leading axes; the last axis stays, or takes in those before it."""
-        values = self.values.reshape(shape)
-        return QuantizedWeight(values, self.scale.reshape(*values.shape[:-1], -1))
+        """Reshapes leading axes; the last axis, whose size is given, stays, or takes in those before it."""
+        values = self.values.reshape(*shape[:-1], shape[-1] if self.code is None else shape[-1] // 2)
+        shaped = jax.tree.map(lambda array: array.reshape(*values.shape[:-1], -1), self)
+        return replace(shaped, values=values)
 
     def spread(self, parts: int) -> "QuantizedWeight":
         """The same weight with a scale for each run in each of ``parts`` equal parts of the last axis.
@@ -63,29 +94,58 @@ class QuantizedWeight:
         holds one part has all of its scales.
         """
         size = self.shape[-1]
-        run = size // self.scale.shape[-1]
-        return replace(self, scale=self.scale.repeat(run // math.gcd(run, size // parts), axis=-1))
+
+        def copied(scales: Array) -> Array:
+            run = size // scales.shape[-1]
+            return scales.repeat(run // math.gcd(run, size // parts), axis=-1)
+
+        return replace(jax.tree.map(copied, self), values=self.values)
+
+    def numbers(self, dtype: DTypeLike) -> Float[Array, "*out N run"]:
+        """The numbers less their zeros, in runs: of 16 bits or more ``dtype`` has them exactly."""
+        numbers = self.values if self.code is None else _numbers(self.values, self.code)
+        runs = numbers.astype(dtype).reshape(*self.scale.shape, -1)
+        return runs if self.zero is None else runs - self.zero.astype(dtype)[..., None]
+
+    def scales(self) -> Float[Array, "*out N"]:
+        """The scale of each run with its factor, float32."""
+        scale = self.scale.astype(jnp.float32)
+        if self.factor is None:
+            return scale
+        *out, factors = self.factor.shape
+        return (scale.reshape(*out, factors, -1) * self.factor[..., None]).reshape(scale.shape)
 
     def dense(self, dtype: DTypeLike) -> Array:
         """The weight as an array in ``dtype``: elementwise, so that it fuses into its consumer."""
-        runs = self.values.astype(dtype).reshape(*self.scale.shape, -1) * self.scale.astype(dtype)[..., None]
-        return runs.reshape(self.shape)
+        return (self.numbers(jnp.float32) * self.scales()[..., None]).astype(dtype).reshape(self.shape)
 
     def matmul(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """The product of x and the transpose of this matrix [O, I].
 
-        With one run, or up to `FEW_TOKENS` tokens, the products of the runs are scaled, not the weight.
+        With one run, or with long ones and up to `FEW_TOKENS` tokens, the products of the runs are scaled, not the
+        weight.
         """
-        outputs, runs = self.scale.shape
-        if runs > 1 and x.shape[0] > FEW_TOKENS:
+        runs = self.scale.shape[-1]
+        if runs > 1 and (x.shape[0] > FEW_TOKENS or self.run < FEW_TOKENS):
             return jnp.einsum("ti,oi->to", x, self.dense(x.dtype))
         parts = jnp.einsum(
             "tni,oni->nto",
             x.reshape(x.shape[0], runs, -1),
-            self.values.astype(x.dtype).reshape(outputs, runs, -1),
+            self.numbers(x.dtype),
             preferred_element_type=jnp.float32,
         )
-        return jnp.einsum("nto,on->to", parts, self.scale.astype(jnp.float32)).astype(x.dtype)
+        return jnp.einsum("nto,on->to", parts, self.scales()).astype(x.dtype)
+
+
+def _numbers(values: Array, code: str) -> Array:
+    """The numbers of codes, uint8 [..., I / 2] → int8 or bfloat16 [..., I]."""
+    codes = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1).astype(jnp.int8)
+    if code == "int4":
+        return codes - 8
+    # Twice the number is whole. From 1 on it has a bit of mantissa after a leading 1.
+    size = codes & 7
+    size = jnp.where(size < 2, size, (size & 1 | 2) << (size >> 1) - 1)
+    return jnp.where(codes > 7, -size, size).astype(jnp.bfloat16) * 0.5
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["panels", "index"], meta_fields=["shape", "contracted"])

@@ -335,12 +335,12 @@ def parameter_attribute(module, what: str, default, is_leaf: Callable | None = N
     return attributes
 
 
-def parameter_specs(module) -> list[PartitionSpec]:
-    """The PartitionSpec of each parameter, in the order of the leaves.
+def parameter_specs(module, is_leaf: Callable | None = None) -> list[PartitionSpec]:
+    """The PartitionSpec of each parameter, in the order of the leaves, which ``is_leaf`` is for.
 
     A part that cuts its parameters has ``shardings()``: a table from parameter to the cuts of its dimensions.
     """
-    return [spec(*cuts) for cuts in parameter_attribute(module, "shardings", ())]
+    return [spec(*cuts) for cuts in parameter_attribute(module, "shardings", (), is_leaf)]
 
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -24,8 +24,8 @@ from dflash_jax.ops.kernels.triton.tiles import (
     parts,
     products,
     stages_within,
-    supports_dtype,
     tile,
+    why_not_weight,
 )
 from dflash_jax.ops.weights import QuantizedWeight
 
@@ -205,8 +205,8 @@ def why_not(choices: int, gate_up: Array | QuantizedWeight, down: Array | Quanti
     """The reason why the kernels do not support ``choices`` choices of experts with these weights, or None."""
     if choices > MAX_CHOICES:
         return f"{choices} choices of experts: the kernel takes {MAX_CHOICES} at most"
-    if not (supports_dtype(gate_up, card) and supports_dtype(down, card)):
-        return f"sm_{card.capability} does not read float8"
+    if reason := why_not_weight(gate_up, card) or why_not_weight(down, card):
+        return reason
     inner = [w.shape[-1] // (w.scale.shape[-1] if isinstance(w, QuantizedWeight) else 1) for w in (gate_up, down)]
     sizes = (*inner, gate_up.shape[-2], down.shape[-2])
     # Products have at least 16 inputs, and one scale each.

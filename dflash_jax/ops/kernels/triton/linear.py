@@ -28,8 +28,8 @@ from dflash_jax.ops.kernels.triton.tiles import (
     parts,
     products,
     stages_within,
-    supports_dtype,
     tile,
+    why_not_weight,
 )
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
 
@@ -223,8 +223,8 @@ def why_not(rows: int, inner: int, weights: Sequence[Weight], card: Card) -> str
     if len(unpacked) < len(weights):
         return "the weights are packed for a CPU"
     runs = [parts(w)[2] for w in unpacked]
-    if not all(supports_dtype(w, card) for w in unpacked):
-        return f"sm_{card.capability} does not read float8"
+    if reason := next(filter(None, (why_not_weight(w, card) for w in unpacked)), None):
+        return reason
     if rows > MAX_ROWS:
         return f"{rows} rows: the kernel takes {MAX_ROWS} at most"
     if rows == 1 and not _one_takes(inner, runs):

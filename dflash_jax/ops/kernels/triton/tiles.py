@@ -53,9 +53,13 @@ def parts(weight: Array | QuantizedWeight) -> tuple[Array, Array, int]:
     return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
 
 
-def supports_dtype(weight: Array | QuantizedWeight, card: Card) -> bool:
-    """Whether kernels on a card support the dtype of a weight."""
-    return parts(weight)[0].dtype != jnp.float8_e4m3fn or card.capability >= OLDEST_FP8
+def why_not_weight(weight: Array | QuantizedWeight, card: Card) -> str | None:
+    """The reason why kernels on a card do not support the form of a weight, or None."""
+    if isinstance(weight, QuantizedWeight) and (weight.code or weight.zero is not None or weight.factor is not None):
+        return "weights in four bits"
+    if parts(weight)[0].dtype == jnp.float8_e4m3fn and card.capability < OLDEST_FP8:
+        return f"sm_{card.capability} does not read float8"
+    return None
 
 
 def stages_within(stages: int, bytes_of_step: int, card: Card) -> int:
