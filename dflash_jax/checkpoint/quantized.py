@@ -204,7 +204,9 @@ def kv_scales(entries: Iterable[Entry], files: Tensors) -> dict[str, np.ndarray]
         for name in names[:1]:
             scales, heads = files.read(name).astype(np.float32).reshape(-1), entry.shape[0]
             if len(scales) not in (1, heads):
-                raise InputError(f"{name!r} has shape {list(files[name])}: it must be one scale, or one a head, {heads}")
+                raise InputError(
+                    f"{name!r} has shape {list(files[name])}: it must be one scale, or one a head, {heads}"
+                )
             if not (np.isfinite(scales) & (scales > 0)).all():
                 raise InputError(f"tensor {name!r} has a scale that is no positive number: it must be above 0")
             found[f"{entry.path}_scale"] = scales

@@ -42,7 +42,18 @@ from dflash_jax.sampling_params import SamplingParams
 
 # Keywords of `LLM` that are flags here, and that a config may give.
 MODELS = (
-    *("target", "draft", "revision", "draft_revision", "download_dir", "hf_overrides", "dtype", "quantize", "kv_cache_dtype", "mesh"),
+    *(
+        "target",
+        "draft",
+        "revision",
+        "draft_revision",
+        "download_dir",
+        "hf_overrides",
+        "dtype",
+        "quantize",
+        "kv_cache_dtype",
+        "mesh",
+    ),
     *("decode_context_parallel_size", "max_len", "max_block_size", "mem_fraction", "draft_tokens"),
 )
 

@@ -198,8 +198,8 @@ def _more_devices_and_fewer_slots(request: Request) -> Change | None:
 
 def _single(request: Request) -> Iterator[Change]:
     """The single changes of the system, and of the number of devices, that fit."""
-    smaller = in_bfloat16, in_eight_bits, with_fp8_caches
-    for change in (on_more_devices, *smaller, shorter, fewer_slots, without_drafter, without_vision):
+    of_system = in_bfloat16, in_eight_bits, shorter, fewer_slots, with_fp8_caches, without_drafter, without_vision
+    for change in (on_more_devices, *of_system):
         changed = change(request)
         if changed is not None and changed.request.fits():
             yield changed

@@ -67,7 +67,7 @@ class LLMOptions:
         None,
         "of cached keys and values: fp8 (e4m3, with the checkpoint's scales or with bounds that follow from its "
         "weights) takes half of bfloat16's memory (default: as --dtype)",
-        choices=("auto", "float32", "bfloat16", "fp8", "fp8_e4m3"),
+        choices=("auto", "float32", "bfloat16", "bf16", "fp8", "fp8_e4m3"),
     )
     mesh: str | None = _models(
         None,
@@ -259,7 +259,7 @@ def has_fp8_caches(kv_cache_dtype: str | None, dtype: str) -> bool:
     Raises:
         ArgumentError: It is another dtype than the weights'.
     """
-    if kv_cache_dtype in ("float32", "bfloat16") and kv_cache_dtype != dtype:
+    if kv_cache_dtype in ("float32", "bfloat16", "bf16") and kv_cache_dtype.replace("bf16", "bfloat16") != dtype:
         raise wrong("kv_cache_dtype", kv_cache_dtype, f"fp8, or {dtype}, the dtype of the weights")
     return kv_cache_dtype is not None and kv_cache_dtype.startswith("fp8")
 

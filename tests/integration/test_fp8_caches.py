@@ -172,8 +172,13 @@ def test_a_prompt_in_chunks_and_among_others_has_the_caches_of_the_prompt_alone(
             caches = caches_of((state.target, state.draft))
             n = LENGTHS[1] - 1
             pages = [c.table[row] for c in caches]
-            states.append([of_e4m3(np.asarray(x[p].swapaxes(1, 2)).reshape(-1, *x.shape[1::2])[:n])
-                           for c, p in zip(caches, pages, strict=True) for x in (c.k, c.v)])
+            states.append(
+                [
+                    of_e4m3(np.asarray(x[p].swapaxes(1, 2)).reshape(-1, *x.shape[1::2])[:n])
+                    for c, p in zip(caches, pages, strict=True)
+                    for x in (c.k, c.v)
+                ]
+            )
         for other in states[1:]:
             for a, b in zip(states[0], other, strict=True):
                 assert np.abs(a).max() > 0
@@ -233,7 +238,7 @@ def test_a_drafter_from_memory_is_cached_as_the_target():
 
 
 def test_another_dtype_than_the_weights_is_refused():
-    with pytest.raises(InputError, match="kv_cache_dtype.*'bfloat16': it must be fp8, or float32"):
+    with pytest.raises(InputError, match=r"kv_cache_dtype.*'bfloat16': it must be fp8, or float32"):
         LLM(dtype="float32", kv_cache_dtype="bfloat16")
     with pytest.raises(InputError, match="fp8_e5m2"):
         LLM(kv_cache_dtype="fp8_e5m2")

@@ -29,9 +29,11 @@ from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import together
+from dflash_jax.models.kv_scales import SCALES
+from dflash_jax.models.layers import Attention
 from dflash_jax.ops import attention, cache, cache_write
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.cache import KVCache
+from dflash_jax.ops.cache import FP8, KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
 from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
@@ -296,6 +298,27 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_pa
             assert block_size == 1 or max(found.acceptance_lengths) > 1
             parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
             assert parting is None or parting.is_tie
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": "data=2,tensor=4"}, {"mesh": "tensor=8", "decode_context_parallel_size": 4}], ids=str
+)
+def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device(options):
+    """Pages of one data shard go to another by the prefix cache; heads and positions are divided."""
+    one, prompts = LLM(draft=None, kv_cache_dtype="fp8"), ["def f(" * 40, "import os", "x = 1\n"]
+    eight = LLM(kv_cache_dtype="fp8", **options)
+    for mine, right in zip(eight.target.layers, one.target.layers, strict=True):
+        for name in SCALES if isinstance(mine.mixer, Attention) else ():
+            np.testing.assert_array_equal(*(getattr(layer.mixer, name)[...] for layer in (mine, right)))
+    for params in (SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24), SamplingParams(max_tokens=24)):
+        for expected, prompt in zip(one.generate(prompts, params), prompts, strict=True):
+            # With the drafter, from the prefix cache, and without it.
+            for block_size in (8, 8, 1):
+                (found,) = eight.generate([prompt], params, block_size=block_size)
+                parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
+                assert parting is None or parting.is_tie
+    assert eight.engine.statistics.cached_tokens > 0
+    assert {c.k.dtype for c in eight.engine.runner.state.target if isinstance(c, KVCache)} == {FP8}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
