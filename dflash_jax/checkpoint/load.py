@@ -96,7 +96,7 @@ def _open(
         raise InputError(
             f"{directory} does not fit its config.json, {len(problems)} tensors are wrong: {shown}", problems
         )
-    return Source(config, entries, files, skipped, stored, unused)
+    return Source(config, entries, files, skipped, stored, unused, form and form.caches)
 
 
 def fill(
@@ -125,8 +125,9 @@ def fill(
         raise InputError(f"the table of weight names lacks {len(missing)} parameters of the model, first {missing[0]}")
     if inputs := [name for name in source.unused if not quantized.is_of_caches(name)]:
         log.info("not used, since only weights are in few bits: %s", ", ".join(quantized.counted(inputs)))
-    if len(inputs) < len(source.unused):
-        log.info("the checkpoint has scales of keys and values in FP8: kv_cache_dtype='fp8' uses them")
+    if source.caches or len(inputs) < len(source.unused):
+        said = source.caches or "numbers with scales"
+        log.info("the checkpoint asks for keys and values as %s: kv_cache_dtype 'fp8' has them in FP8", said)
     leaves, structure = jax.tree.flatten(module)
     arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:

@@ -1,10 +1,10 @@
 """Scales of keys and values in FP8: fixed before the first token, so that a token's are the same in every pass.
 
-They are the checkpoint's, or else follow from the weights alone. With g the weights of a norm over H numbers, its result
-x has |x / g| ≤ √H, so that a value of the projection W is |v_d| ≤ √H · ‖W_d · g‖. A normed key has |k_d| ≤ √D · max|g|,
-and a rotation keeps the length of pairs. A head's scale is the least power of two with which none of its numbers is
-larger than FP8's largest. These bounds are some tens of times what is usual: float8 has the same relative precision
-over a range of 30,000 times.
+They are the checkpoint's, or else follow from the weights alone. A norm with the weights g over H numbers gives x with
+|x / g| ≤ √H, so that a value of the projection W is |v_d| ≤ √H · ‖W_d · g‖. A normed key has |k_d| ≤ √D · max|g|, and a
+rotation keeps the length of pairs. A head's scale is the least power of two with which none of its numbers is larger
+than FP8's largest. These bounds are some tens of times what is usual: float8 has the same relative precision over a
+range of 30,000 times.
 """
 
 from collections.abc import Mapping, Sequence

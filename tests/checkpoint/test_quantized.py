@@ -209,7 +209,8 @@ def test_scales_that_are_not_used_are_named(sources, caplog):
     with caplog.at_level("INFO"):
         load_target(path)
     assert f"not used, since only weights are in few bits: {count} x input_scale\n" in caplog.text
-    assert "the checkpoint has scales of keys and values in FP8: kv_cache_dtype='fp8' uses them" in caplog.text
+    said = "the checkpoint asks for keys and values as numbers with scales: kv_cache_dtype 'fp8' has them in FP8"
+    assert said in caplog.text
     numbers = {"slots": 1, "max_len": 64, "context": 64, "acceptance_length": 1.0, "block": 1, "dtype": np.float32}
 
     def not_used(**options) -> list[str]:
@@ -263,7 +264,7 @@ def test_scales_of_unknown_modules_are_not_passed_over(copied):
     refused(path, "unexpected 'model.layers.9.mlp.up_proj.input_scale'")
 
 
-def test_modelopts_own_file_stands_for_the_configs_entry(copied):
+def test_modelopts_own_file_stands_for_the_configs_entry(copied, caplog):
     path = copied("nvfp4 modelopt")
     config = json.loads((path / "config.json").read_text())
     entry = config.pop("quantization_config")
@@ -271,11 +272,11 @@ def test_modelopts_own_file_stands_for_the_configs_entry(copied):
     refused(path, "it must be [")
     entry = {"quant_algo": entry["quant_algo"], "kv_cache_quant_algo": "FP8", "exclude_modules": entry["ignore"]}
     (path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": entry}))
-    load_target(path)
-    assert read_shapes(str(path), None).forms.not_used(False) == [
-        "keys and values as 'FP8'",
-        "--kv-cache-dtype fp8 is off",
-    ]
+    with caplog.at_level("INFO"):
+        load_target(path)
+    assert "asks for keys and values as 'FP8': kv_cache_dtype 'fp8' has them in FP8" in caplog.text
+    asked = ["keys and values as 'FP8'", "--kv-cache-dtype fp8 is off"]
+    assert read_shapes(str(path), None).forms.not_used(has_fp8_caches=False) == asked
 
 
 @pytest.mark.parametrize("form", ["fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed"])

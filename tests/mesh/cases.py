@@ -305,20 +305,21 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_pa
 )
 def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device(options):
     """Pages of one data shard go to another by the prefix cache; heads and positions are divided."""
-    one, prompts = LLM(draft=None, kv_cache_dtype="fp8"), ["def f(" * 40, "import os", "x = 1\n"]
-    eight = LLM(kv_cache_dtype="fp8", **options)
+    one, prompt, cached = LLM(draft=None, kv_cache_dtype="fp8", max_len=512), "def f(" * 40, 0
+    eight = LLM(kv_cache_dtype="fp8", max_len=512, **options)
     for mine, right in zip(eight.target.layers, one.target.layers, strict=True):
         for name in SCALES if isinstance(mine.mixer, Attention) else ():
             np.testing.assert_array_equal(*(getattr(layer.mixer, name)[...] for layer in (mine, right)))
     for params in (SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24), SamplingParams(max_tokens=24)):
-        for expected, prompt in zip(one.generate(prompts, params), prompts, strict=True):
-            # With the drafter, from the prefix cache, and without it.
-            for block_size in (8, 8, 1):
-                (found,) = eight.generate([prompt], params, block_size=block_size)
-                parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
-                assert parting is None or parting.is_tie
-    assert eight.engine.statistics.cached_tokens > 0
-    assert {c.k.dtype for c in eight.engine.runner.state.target if isinstance(c, KVCache)} == {FP8}
+        (expected,) = one.generate([prompt], params)
+        # With the drafter, then from the prefix cache, and without the drafter.
+        for block_size in (8, 8, 1):
+            (found,) = eight.generate([prompt], params, block_size=block_size)
+            cached += found.cached_tokens
+            parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
+            assert parting is None or parting.is_tie
+    assert cached > 0
+    assert all(c.k.dtype == FP8 for c in eight.engine.runner.state.target if isinstance(c, KVCache))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
