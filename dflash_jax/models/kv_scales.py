@@ -10,7 +10,7 @@ range of 30,000 times.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from dflash_jax.ops.cache import LARGEST_FP8
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight
 from dflash_jax.parallel.sharding import place
 
-M = TypeVar("M", Decoder, Drafter, Mtp)
+M = TypeVar("M", bound=Decoder | Drafter | Mtp)
 SCALES = ("k_scale", "v_scale")
 
 
@@ -42,13 +42,13 @@ def with_fp8_caches(module: M, known: Mapping[str, np.ndarray] = MappingProxyTyp
     Returns:
         The module; every attention has `SCALES`.
     """
-    copy = jax.tree.map(lambda x: x, module)
+    copy: Any = jax.tree.map(lambda x: x, module)
     for i, layer in enumerate(copy.layers):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):
             continue
         # Keys and values of a drafter's context have a norm of their own.
-        norms = [layer.input_norm, *([copy.hidden_norm] if isinstance(copy, Drafter) else [])]
+        norms = [layer.input_norm, *([module.hidden_norm] if isinstance(module, Drafter) else [])]
         for name in SCALES:
             setattr(mixer, name, nnx.Param(_scale(mixer, name, norms, known.get(f"layers.{i}.mixer.{name}"))))
     return copy

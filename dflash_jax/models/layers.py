@@ -128,6 +128,9 @@ class Attention(nnx.Module):
         v_scale: The same of values.
     """
 
+    k_scale: nnx.Param
+    v_scale: nnx.Param
+
     def __init__(
         self,
         spec: AttentionSpec,

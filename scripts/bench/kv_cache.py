@@ -63,7 +63,8 @@ def losses(targets: Sequence[Decoder], text: list[int]) -> tuple[np.ndarray, np.
         tokens, following = (jnp.asarray(text[start + i : start + i + CHUNK], jnp.int32) for i in (0, 1))
         *found, caches = read_chunk(targets, caches, tokens[None], following, jnp.int32(start))
         parts.append([np.asarray(x) for x in found])
-    return tuple(np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
+    nats, divergence, agreement = (np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
+    return nats, divergence, agreement
 
 
 def quality(target: Decoder, texts: list[list[int]], contexts: list[int]) -> list[dict]:

@@ -300,12 +300,10 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_pa
             assert parting is None or parting.is_tie
 
 
-@pytest.mark.parametrize(
-    "options", [{"mesh": "data=2,tensor=4"}, {"mesh": "tensor=8", "decode_context_parallel_size": 4}], ids=str
-)
-def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device(options):
-    """Pages of one data shard go to another by the prefix cache; heads and positions are divided."""
+def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device():
+    """Pages go through the prefix cache of two data shards; heads and positions are divided."""
     one, prompt, cached = LLM(draft=None, kv_cache_dtype="fp8", max_len=512), "def f(" * 40, 0
+    options = {"mesh": "data=2,tensor=4", "decode_context_parallel_size": 4}
     eight = LLM(kv_cache_dtype="fp8", max_len=512, **options)
     for mine, right in zip(eight.target.layers, one.target.layers, strict=True):
         for name in SCALES if isinstance(mine.mixer, Attention) else ():
