@@ -239,7 +239,7 @@ def abstract_pair(
 
 def has_few_bits(quantize: str | None, forms: "Forms | None") -> bool:
     """Whether large matrices are loaded in few bits: quantized on loading, or as their checkpoint has them."""
-    return quantize in ("int8", "fp8") or (quantize is None and forms is not None and bool(forms.parameters))
+    return quantize not in (None, "none") or (quantize is None and forms is not None and bool(forms.parameters))
 
 
 def _as_loaded(module, layout: "Layout", quantize: str | None, forms: "Forms | None"):

@@ -3,15 +3,21 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from dflash_jax.checkpoint.load import load_target
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.cli.plan import main
+from dflash_jax.engine.model_size import weigh
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.ops.backend import XLA
 from dflash_jax.options.systems import System, read_system
 from dflash_jax.parallel.devices import DEVICES
-from dflash_jax.parallel.sharding import Layout
-from dflash_jax.planner import make_plan, read_shapes
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
+from dflash_jax.planner import abstract_pair, make_plan, read_shapes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOMLS = sorted(CONFIGS.glob("*.toml"))
@@ -69,6 +75,15 @@ def test_weight_and_cache_bytes_equal_a_calculation_by_hand():
     assert half["floor_tokens_per_s"] > found["floor_tokens_per_s"]
     eight = plan("qwen3.6-35b-a3b-fp8")["bytes_per_device"]["target"]
     assert eight == pytest.approx(36.6e9, rel=0.02)
+
+
+@pytest.mark.parametrize("quantize", [None, *QUANTIZE])
+def test_weights_take_the_bytes_that_are_planned(quantize):
+    planned, _ = abstract_pair(read_shapes(str(TINY / "target"), None), ONE_DEVICE, jnp.bfloat16, quantize, XLA)
+    loaded = load_target(TINY / "target", jnp.bfloat16, quantize=quantize, backend=XLA)
+    allocated = sum(x.nbytes for x in jax.tree.leaves(loaded))
+    assert weigh(planned, ONE_DEVICE).total == weigh(loaded, ONE_DEVICE).total == allocated
+    assert weigh(planned, ONE_DEVICE).parameters == weigh(loaded, ONE_DEVICE).parameters
 
 
 def test_a_window_of_the_drafter_bounds_its_keys_and_values():

@@ -60,7 +60,7 @@ def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iter
     if not orbax.is_orbax(source):
         raise InputError(f"{source} is not a checkpoint of dflash convert hf-to-orbax: it has no {orbax.MANIFEST}")
     manifest = read_json(source / orbax.MANIFEST)
-    if manifest["quantize"] in ("int8", "fp8"):
+    if manifest["quantize"] not in (None, "none"):
         raise InputError(
             f"{source} was quantized to {manifest['quantize']} when it was converted: that has no way back"
         )

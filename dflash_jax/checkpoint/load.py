@@ -216,8 +216,10 @@ def load_target(
         directory: A Hugging Face directory, or one of `orbax.convert`.
         dtype: Dtype of the parameters that are not quantized.
         layout: The mesh.
-        quantize: None keeps FP8 weights in FP8; "none" makes them ``dtype``; "int8" and "fp8" quantize the other large
-            matrices with one scale an output. Embedding, head, router, norms and small projections are never quantized.
+        quantize: None keeps weights in few bits as they are; "none" makes them ``dtype``; others of
+            `quantization.QUANTIZE` quantize the other large matrices, "int8" and "fp8" with one scale an output,
+            "int4" and "nvfp4" with one a group. Embedding, head, router, norms and small projections are never
+            quantized.
         backend: Where it will run; this machine by default.
         overrides: Values in place of those of ``config.json``.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.checkpoint import quantized
 from dflash_jax.checkpoint.files import Tensors
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.families.names import Entry
@@ -19,7 +21,6 @@ from dflash_jax.ops.weights import CODES, QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
 from dflash_jax.parallel.sharding import parts_of, place
 
-QUANTIZE = ("none", "int8", "fp8")
 # Parameters that loading quantizes, and that stay in few bits: the large matrices.
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
 
@@ -147,9 +148,10 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
         dense = jax.jit(_multiplied, static_argnums=1, out_shardings=sharding)
         return dense(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
     array = cast(arrays["array"], dtype)
-    if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:
-        shardings = array_shardings(("values", "scale"), sharding, array.shape)
-        return QuantizedWeight.of(jax.jit(_quantized, static_argnums=1, out_shardings=shardings)(array, quantize))
+    if quantize not in (None, "none") and path.rsplit(".", 1)[-1] in QUANTIZED:
+        quantized_to = partial(_quantized, kind=quantize)
+        shardings = array_shardings(jax.eval_shape(quantized_to, array), sharding, array.shape)
+        return QuantizedWeight.of(jax.jit(quantized_to, out_shardings=shardings)(array))
     return array
 
 

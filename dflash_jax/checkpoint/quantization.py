@@ -16,6 +16,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.families.reading import LIMIT, section, shown, words
 
 FP8, NVFP4 = "FP8", "NVFP4"
+# What loading may quantize to (`ops.weights.quantize`); none: nothing, and weights in few bits are multiplied out.
+QUANTIZE = ("none", "int8", "fp8", "int4", "int4-64", "int4-128", "nvfp4")
 # Inputs that share a scale of NVFP4.
 GROUP = 16
 # Of a file of ModelOpt beside config.json.

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_jax import progress
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.options.option import option
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.process import exit_code
@@ -34,7 +35,7 @@ class HfToOrbax:
     dst: str = _path("directory to write, or to resume", "DST", flag="dst")
     dtype: str | None = option(None, "default: each tensor's own", choices=("float32", "bfloat16"))
     mesh: str = option("", "shards for such a mesh", "data=2,tensor=4")
-    quantize: str | None = option(None, "as for dflash generate", choices=("none", "int8", "fp8"))
+    quantize: str | None = option(None, "as for dflash generate", choices=QUANTIZE)
     revision: str | None = option(None, "branch, tag or commit of the repo", "REV")
     download_dir: str | None = option(None, "where repos are kept (default: Hugging Face's cache)", "DIR")
 

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import VisionConfig
 from dflash_jax.ops.card import Card
@@ -42,7 +43,7 @@ class OpsOptions:
         choices=("cpu", *DEVICES),
     )
     dtype: str | None = option(None, "default: float32 on a CPU, bfloat16 elsewhere", choices=("float32", "bfloat16"))
-    quantize: str | None = option(None, "default: as the checkpoint is", choices=("int8", "fp8"))
+    quantize: str | None = option(None, "default: as the checkpoint is", choices=QUANTIZE[1:])
     batch: int = _count(1, "sequences that decode", "N")
     prompt: int = _count(1024, "tokens of a chunk", "N")
     json: bool = option(False, "one JSON object a program, one a line")

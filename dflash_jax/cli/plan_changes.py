@@ -121,6 +121,14 @@ def with_fp8_caches(request: Request) -> Change | None:
     return _change(request, "--kv-cache-dtype", "fp8", has_fp8_caches=True)
 
 
+def in_four_bits(request: Request) -> Change | None:
+    """NVFP4 for the target's large matrices; None where they have few bits of another's choice, or eight are enough."""
+    eight = in_eight_bits(request)
+    if eight.request.fits() if eight else request.quantize not in ("int8", "fp8"):
+        return None
+    return _change(request, "--quantize", "nvfp4", text="NVFP4", quantize="nvfp4")
+
+
 def in_bfloat16(request: Request) -> Change | None:
     """bfloat16 for the weights; None where they are in bfloat16."""
     import jax.numpy as jnp
@@ -198,8 +206,8 @@ def _more_devices_and_fewer_slots(request: Request) -> Change | None:
 
 def _single(request: Request) -> Iterator[Change]:
     """The single changes of the system, and of the number of devices, that fit."""
-    of_system = in_bfloat16, in_eight_bits, shorter, fewer_slots, with_fp8_caches, without_drafter, without_vision
-    for change in (on_more_devices, *of_system):
+    smaller = in_bfloat16, in_eight_bits, in_four_bits, shorter, fewer_slots, with_fp8_caches
+    for change in (on_more_devices, *smaller, without_drafter, without_vision):
         changed = change(request)
         if changed is not None and changed.request.fits():
             yield changed

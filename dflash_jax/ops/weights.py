@@ -23,6 +23,13 @@ LANES = 16
 FEW_TOKENS = 64
 # What four bits stand for: see `QuantizedWeight`.
 CODES = ("int4", "e2m1")
+# What `quantize` makes in four bits → inputs that share a scale.
+GROUPS = {"int4": 32, "int4-64": 64, "int4-128": 128, "nvfp4": 16}
+# The magnitude that the largest of a run gets, which may be clipped: the scales that `quantize` tries.
+_RATIOS = {
+    "int4": tuple(sign * n / 2 for n in range(12, 20) for sign in (1, -1)),
+    "e2m1": tuple(n / 2 for n in range(8, 15)),
+}
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "zero", "factor"], meta_fields=["code"])
@@ -138,8 +145,13 @@ class QuantizedWeight:
 
 
 def _numbers(values: Array, code: str) -> Array:
-    """The numbers of codes, uint8 [..., I / 2] → int8 or bfloat16 [..., I]."""
-    codes = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1).astype(jnp.int8)
+    """The numbers of packed codes, uint8 [..., I / 2] → int8 or bfloat16 [..., I]."""
+    return _numbers_of(jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1), code)
+
+
+def _numbers_of(codes: Array, code: str) -> Array:
+    """The numbers of codes, int8 or bfloat16."""
+    codes = codes.astype(jnp.int8)
     if code == "int4":
         return codes - 8
     # Twice the number is whole. From 1 on it has a bit of mantissa after a leading 1.
@@ -263,16 +275,22 @@ def dense(weight: Array | QuantizedWeight, dtype: DTypeLike | None = None) -> Ar
 
 
 def quantize(weight: Float[Array, "*out I"], kind: str, runs: int = 1) -> QuantizedWeight:
-    """Quantizes a weight symmetrically, to the largest magnitude of each run.
+    """Quantizes a weight symmetrically.
+
+    In 8 bits a scale is for the largest magnitude of its run. In 4 bits it is the one of `_RATIOS` with the least
+    squared error.
 
     Args:
         weight: [*out, I].
-        kind: "int8" or "fp8" (float8_e4m3fn).
-        runs: Scales for each index of the leading axes.
+        kind: "int8", "fp8" (float8_e4m3fn) or a key of `GROUPS`.
+        runs: In 8 bits: scales for each index of the leading axes.
 
     Returns:
-        The weight, with float32 scales [*out, runs].
+        The weight: in 8 bits with float32 scales [*out, runs]; int4 with bfloat16 scales, of either sign; nvfp4 with
+        float8_e4m3fn scales and one power of two as the factor of all.
     """
+    if kind in GROUPS:
+        return _in_four_bits(weight.astype(jnp.float32), kind)
     dtype, largest = (jnp.int8, 127.0) if kind == "int8" else (jnp.float8_e4m3fn, 448.0)
     split = weight.astype(jnp.float32).reshape(*weight.shape[:-1], runs, -1)
     top = jnp.max(jnp.abs(split), axis=-1)
@@ -281,3 +299,41 @@ def quantize(weight: Float[Array, "*out I"], kind: str, runs: int = 1) -> Quanti
     if kind == "int8":
         values = jnp.round(values)
     return QuantizedWeight(values.astype(dtype).reshape(weight.shape), scale)
+
+
+def _in_four_bits(weight: Float[Array, "*out I"], kind: str) -> QuantizedWeight:
+    code, dtype = ("e2m1", jnp.float8_e4m3fn) if kind == "nvfp4" else ("int4", jnp.bfloat16)
+    *rows, size = weight.shape
+    split = weight.reshape(*rows, -1, math.gcd(size, GROUPS[kind]))
+    top, factor = jnp.max(jnp.abs(split), axis=-1), None
+    if code == "e2m1":
+        # A power of two: its products and quotients are exact, also by others' readers. The largest scale is below 448.
+        factor = jnp.ldexp(jnp.float32(1), jnp.frexp(jnp.max(top) / (4 * 448))[1])
+
+    def whole(scale: Array) -> Array:
+        scale = scale.astype(jnp.float32)
+        return scale if factor is None else scale * factor
+
+    def codes(scale: Array) -> Array:
+        scale = whole(scale)
+        x = split / jnp.where(scale == 0, 1, scale)[..., None]
+        if code == "int4":
+            return jnp.clip(jnp.round(x), -8, 7).astype(jnp.int8) + 8
+        size = jnp.abs(x)
+        # Between two numbers the one with an even code is the nearest.
+        odd, even = (size > n for n in (0.25, 1.25, 2.5, 5.0)), (size >= n for n in (0.75, 1.75, 3.5))
+        return sum(n.astype(jnp.int8) for n in (*odd, *even)) + jnp.where(x < 0, jnp.int8(8), jnp.int8(0))
+
+    def tried(best: tuple[Array, Array], ratio: Array) -> tuple[tuple[Array, Array], None]:
+        scale = (top / ratio / (1 if factor is None else factor)).astype(dtype)
+        error = _numbers_of(codes(scale), code).astype(jnp.float32) * whole(scale)[..., None] - split
+        error /= jnp.where(top > 0, top, 1.0)[..., None]
+        # Sums of whole numbers: of floats they depend on their order, and so on the mesh.
+        error = jnp.sum(jnp.round(error * error * 2**20).astype(jnp.int32), axis=-1)
+        return (jnp.minimum(error, best[0]), jnp.where(error < best[0], scale, best[1])), None
+
+    worst = jnp.full(top.shape, jnp.iinfo(jnp.int32).max), top.astype(dtype)
+    (_, scale), _ = jax.lax.scan(tried, worst, jnp.asarray(_RATIOS[code], jnp.float32))
+    pairs = codes(scale).astype(jnp.uint8).reshape(*rows, size // 2, 2)
+    factor = None if factor is None else jnp.broadcast_to(factor, (*rows, 1))
+    return QuantizedWeight(pairs[..., 0] | pairs[..., 1] << 4, scale, None, factor, code)

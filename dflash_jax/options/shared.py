@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_jax.argument_checks import wrong
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.engine.config import BATCH_SIZES, BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
@@ -59,8 +60,9 @@ class LLMOptions:
     )
     quantize: str | None = _models(
         None,
-        "quantize the target on loading; none: an FP8 checkpoint, which otherwise stays FP8, becomes --dtype",
-        choices=("none", "int8", "fp8"),
+        "quantize the target on loading (int4: in groups of 32 inputs, or 64, 128); none: a checkpoint in few bits, "
+        "which otherwise stays so, becomes --dtype",
+        choices=QUANTIZE,
         aliases=Alias("--quantization -q", readers.quantization),
     )
     kv_cache_dtype: str | None = _models(

@@ -25,6 +25,7 @@ import jax
 
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
@@ -248,7 +249,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-tokens", type=int, metavar="N", help="number of tokens that are drafted (default: all)")
     p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
-    p.add_argument("--quantize", choices=["int8", "fp8"])
+    p.add_argument("--quantize", choices=QUANTIZE[1:])
     p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
     p.add_options(GenerateOptions, ("platform", "kernels"), group="options")
     p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")

@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 
 from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.options.parser import Parser
@@ -127,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--decode-context-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
     p.add_argument("--slots", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
-    p.add_argument("--quantize", choices=["int8", "fp8"])
+    p.add_argument("--quantize", choices=QUANTIZE[1:])
     p.add_argument(
         "--kernels",
         choices=CHOICES,

@@ -94,12 +94,15 @@ def test_without_its_vision_tower_a_target_leaves_room_for_more(capsys):
 
 
 def test_combined_changes_where_none_alone_fits(capsys, monkeypatch):
-    """Without further devices FP8 fits only with less besides."""
+    """Without further devices, and without four bits, FP8 fits only with less besides."""
     monkeypatch.setattr("dflash_jax.cli.plan_changes.LIMIT", 1)
     argv = ["qwen3.5-27b", "--device", "l40s", "--slots", "16"]
+    for quantize in ([], ["--quantize", "fp8"]):
+        assert main([*argv, *quantize]) == 1
+        assert "would fit: NVFP4 (--quantize nvfp4)" in capsys.readouterr().out
+    monkeypatch.setattr("dflash_jax.cli.plan_changes.in_four_bits", lambda request: None)
     assert main(argv) == 1
-    out = capsys.readouterr().out
-    assert "would fit: FP8 and --slots 5 (--quantize fp8 --slots 5)" in out
+    assert "would fit: FP8 and --slots 5 (--quantize fp8 --slots 5)" in capsys.readouterr().out
     code, plan = planned(capsys, "qwen3.5-397b-a17b", "--memory", "0.5")
     assert (code, plan["would_fit"]) == (1, [])
     main(["qwen3.5-397b-a17b", "--memory", "0.5"])

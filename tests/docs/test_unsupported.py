@@ -112,7 +112,7 @@ def test_a_gguf_file_and_options_of_the_library(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     check_message(tmp_path, lambda: LLM(tmp_path / "model.gguf"))
     check_message(tmp_path, lambda: LLM(dtype="float16"))
-    check_message(tmp_path, lambda: LLM(quantize="int4"))
+    check_message(tmp_path, lambda: LLM(quantize="int3"))
 
 
 @pytest.mark.parametrize("cells", rows("Options of the server"), ids=lambda cells: cells[1].strip("`"))

@@ -73,6 +73,8 @@ FORMS = [
     ("float32", "int8"),
     ("float32", "fp8"),
     ("fp8", "int8"),
+    ("float32", "int4"),
+    ("float32", "nvfp4"),
     *((form, None) for form in few_bits.FORMS),
     ("mixed", "none"),
 ]
@@ -208,7 +210,7 @@ def check_weights(found: dict, expected: dict, layout: Layout) -> None:
 def of_one_device(sources, kind, dtype, quantize) -> dict:
     """What every mesh must have: the tensors' values, or what one device quantises them to."""
     directory, whole = sources[dtype, kind]
-    if quantize not in ("int8", "fp8") or kind == "drafter" or dtype == "fp8":
+    if quantize in (None, "none") or kind == "drafter" or dtype == "fp8":
         return whole
     quantised = {p for p in whole if p.rsplit(".", 1)[-1] in QUANTIZED}
     one = weights(load(kind, directory, dtype, ONE_DEVICE, quantize))
@@ -271,7 +273,7 @@ def test_every_mesh_has_one_devices_weights_from_orbax(sources, conversion, kind
         check_weights(weights(load(kind, directory, dtype, layout, quantize)), expected, layout)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4", "nvfp4"])
 def test_what_is_quantised_for_one_mesh_is_read_on_every_mesh(sources, conversion, quantize):
     expected = of_one_device(sources, "target", "float32", quantize)
     directory = conversion("float32", "target", quantize, Layout(tensor=4))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.ops.weights import CODES, QuantizedWeight
+from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.ops.weights import CODES, GROUPS, QuantizedWeight, quantize
 from tests import few_bits
 
 FLOAT8 = few_bits.FLOAT8
@@ -76,3 +77,47 @@ def test_numbers_of_four_bits_are_exact_in_bfloat16(code):
     every = np.arange(256, dtype=np.uint8)[None]
     weight = QuantizedWeight(every, np.ones((1, 1), np.float32), np.full((1, 1), -8, np.int8), code=code)
     np.testing.assert_array_equal(weight.numbers(jnp.bfloat16).astype(np.float32), weight.numbers(jnp.float32))
+
+
+# Quantizing.
+
+
+def test_loading_quantizes_to_what_there_is():
+    assert ("none", "int8", "fp8", *GROUPS) == QUANTIZE
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_four_bits_are_the_nearest_numbers_of_the_best_scale(kind):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_t(4, (3, 5, 256)).astype(np.float32) * 0.02
+    weight[0, 0] = 0
+    weight[1, 1, :128] *= 1e-4
+    found = jax.jit(quantize, static_argnums=1)(jnp.asarray(weight), kind)
+    every = np.arange(-8, 8) if found.code == "int4" else few_bits.of_e2m1(np.arange(16))
+    split = weight.reshape(3, 5, -1, found.run)
+    assert found.run == GROUPS[kind]
+
+    def error(scale) -> np.ndarray:
+        """The squared error of the nearest numbers."""
+        numbers = scale[..., None, None] * every
+        return np.square(np.abs(numbers - split[..., None]).min(-1)).sum(-1)
+
+    actual = np.square(np.asarray(found.dense(jnp.float32)).reshape(split.shape) - split).sum(-1)
+    np.testing.assert_allclose(actual, error(np.asarray(found.scales())), rtol=1e-4, atol=1e-12)
+    # No worse than the scale of the largest magnitude, which others take.
+    top = np.abs(split).max(-1)
+    usual = error((top / every.max()).astype(found.scale.dtype if found.code == "int4" else np.float32))
+    if found.code == "int4":
+        assert (actual <= usual * 1.001 + 1e-12).all()
+    assert actual.sum() < 0.9 * usual.sum()
+    if found.factor is not None:
+        assert len(np.unique(found.factor)) == 1
+        assert np.frexp(np.asarray(found.factor).flat[0])[0] == 0.5
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_zeros_and_tiny_weights_stay_finite(kind):
+    for weight in (np.zeros((2, 64)), np.full((2, 64), 1e-38), np.eye(2, 64) * 3e38):
+        found = quantize(jnp.asarray(weight, jnp.float32), kind)
+        assert np.isfinite(found.dense(jnp.float32)).all()
+        np.testing.assert_allclose(found.dense(jnp.float32), weight, rtol=0.2, atol=1e-37)

@@ -17,6 +17,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.weights import is_weight
 from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.planner import Shapes, Slot, abstract_pair, measure_slot, read_shapes
@@ -87,7 +88,9 @@ def grid(name: str, is_small: bool) -> list[Point]:
 def random_leaf(path: str, shape: jax.ShapeDtypeStruct, sharding, seed: int) -> jax.Array:
     """Small numbers, so that nothing overflows; scales and norms near what checkpoints have."""
     name = path.rsplit(".", 1)[-1]
-    constant = {"scale": 2e-4, "weight": 1.0, "a_log": 1.0, "dt_bias": 1.0}.get(name)
+    constant = {"scale": 2e-4, "factor": 2e-4, "weight": 1.0, "a_log": 1.0, "dt_bias": 1.0}.get(name)
+    if name == "scale" and shape.dtype.itemsize == 1:
+        constant = 1.0
     return _leaf_program(shape.shape, shape.dtype, constant, sharding)(seed)
 
 
@@ -181,7 +184,7 @@ def shapes_of(args) -> Shapes:
 def parameters(args) -> int:
     """Parameters of target and drafter."""
     pair = abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None, XLA)
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(pair))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(pair, is_leaf=is_weight))
 
 
 def in_fp8(args, points: list[Point]) -> list[Point]:
