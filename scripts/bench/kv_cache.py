@@ -1,13 +1,13 @@
 """What keys and values in FP8 cost in quality: nats per token and acceptance, beside those in the model's dtype.
 
     python scripts/bench/kv_cache.py [--model bundled|smollm2 | --target DIR --draft DIR] [--contexts 1024 8192 32768]
-                                     [--texts 3] [--new-tokens 128] [--json FILE]
+                                     [--texts 3] [--new-tokens 128] [--compare] [--json FILE]
 
 Text is of the standard library's held-out files, cut at the same places for all lengths. Nats are those of the text's
 own tokens, read in chunks through the caches; of a length they are of its positions after the next shorter length.
 Acceptance lengths are of as many new tokens after a prompt of each length, greedy and at T = 0.7, in blocks of
---block-size always, each drafted text being plain decoding's in the same caches (or the row says how many are not).
-The bundled pair's positions are raised.
+--block-size always; --compare holds each drafted text to plain decoding's in the same caches. The bundled pair's
+positions are raised.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -93,26 +94,21 @@ def quality(target: Decoder, texts: list[list[int]], contexts: list[int]) -> lis
 def acceptance(llm: LLM, texts: list[list[int]], contexts: list[int], args) -> list[dict]:
     """A row for each length and temperature."""
     rows = []
-    for length, temperature in ((n, t) for n in contexts for t in (0.0, 0.7)):
-        params = SamplingParams(temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True, seed=0)
-        # Of each text the tokens before its end.
-        prompts = [text[len(text) - length - 1 : -1] for text in texts]
-        plain = [llm.generate([p], params, block_size=1)[0] for p in prompts]
-        drafted = [llm.generate([p], params, block_size=args.block_size)[0] for p in prompts]
-        yielded = [n for each in drafted for n in each.acceptance_lengths]
-        same = sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted, strict=True))
-        seconds = sum(each.timings.decode_s for each in plain)
-        rows.append(
-            {
-                "context": length,
-                "temperature": temperature,
-                "cache": jnp.dtype(llm.target.kv_dtype).name,
-                "acceptance_length": mean(yielded),
-                "same_as_plain": same,
-                "texts": len(texts),
-                "plain_tokens_per_s": len(texts) * args.new_tokens / seconds,
-            }
-        )
+    for length in contexts:
+        yielded: dict[float, list[int]] = {0.0: [], 0.7: []}
+        same = dict.fromkeys(yielded, 0)
+        # Of each text the tokens before its end; the second temperature finds them in the prefix cache.
+        for prompt, temperature in ((text[-length - 1 : -1], t) for text in texts for t in yielded):
+            params = SamplingParams(temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True, seed=0)
+            (drafted,) = llm.generate([prompt], params, block_size=args.block_size)
+            yielded[temperature] += drafted.acceptance_lengths
+            if args.compare:
+                same[temperature] += llm.generate([prompt], params, block_size=1)[0].token_ids == drafted.token_ids
+        for temperature, lengths in yielded.items():
+            row = {"context": length, "temperature": temperature, "cache": jnp.dtype(llm.target.kv_dtype).name}
+            row |= {"acceptance_length": mean(lengths), "rounds": len(lengths), "texts": len(texts)}
+            rows.append(row | ({"same_as_plain": same[temperature]} if args.compare else {}))
+            print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
@@ -126,14 +122,19 @@ def tables(nats: list[dict], accepted: list[dict]) -> str:
             f"| {first:,} to {last - 1:,} | {row['nats']:.4f} | {row['nats_fp8']:.4f} | {row['more']:+.4f}{error} | "
             f"{row['divergence']:.5f} | {row['agreement']:.2%} |"
         )
-    lines += ["", "| context | T | acceptance length | with FP8 | drafted texts that are plain decoding's |"]
-    lines += ["|---|---|---|---|---|"]
+    compared = " drafted texts that are plain decoding's |" if "same_as_plain" in accepted[0] else ""
+    lines += [
+        "",
+        f"| context | T | acceptance length | with FP8 |{compared}",
+        "|---|---|---|---|" + "---|" * bool(compared),
+    ]
     for row in (r for r in accepted if r["cache"] != "float8_e4m3fn"):
         key = row["context"], row["temperature"]
         other = next(r for r in accepted if (r["context"], r["temperature"]) == key and r is not row)
-        same = "; ".join(f"{r['same_as_plain']} of {r['texts']}" for r in (row, other))
-        lengths = f"{row['acceptance_length']:.2f} | {other['acceptance_length']:.2f}"
-        lines.append(f"| {key[0]:,} | {key[1]:g} | {lengths} | {same} |")
+        cells = [f"{key[0]:,}", f"{key[1]:g}", f"{row['acceptance_length']:.2f}", f"{other['acceptance_length']:.2f}"]
+        if compared:
+            cells.append("; ".join(f"{r['same_as_plain']} of {r['texts']}" for r in (row, other)))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -147,22 +148,23 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--texts", type=int, default=3, metavar="N", help="default: %(default)s")
     p.add_argument("--new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     p.add_argument("--block-size", type=int, default=8, metavar="N", help="default: %(default)s")
+    p.add_argument("--compare", action="store_true", help="each drafted text with plain decoding's")
     p.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there, too")
     return p
 
 
 def measure(args, pair: tuple[str | None, ...], positions: int) -> dict:
     began = time.time()
-    llm = LLM(*pair, prefix_bytes=0, slots=1, max_len=positions)
+    options = {"prefix_bytes": 2**30, "slots": 1, "max_len": positions}
+    llm = LLM(*pair, **options)
     stream = [token for document in standard_library()[1] if document.text for token in llm.encode(document.text)]
     longest = max(args.contexts) + 1
     ends = np.linspace(longest, len(stream), args.texts).astype(int).tolist()
     texts, contexts = [stream[end - longest : end] for end in ends], sorted(set(args.contexts))
     nats = quality(llm.target, texts, contexts)
+    print(*nats, sep="\n", file=sys.stderr, flush=True)
     accepted = acceptance(llm, texts, contexts, args)
-    accepted += acceptance(
-        LLM(*pair, prefix_bytes=0, slots=1, max_len=positions, kv_cache_dtype="fp8"), texts, contexts, args
-    )
+    accepted += acceptance(LLM(*pair, **options, kv_cache_dtype="fp8"), texts, contexts, args)
     device = jax.devices()[0].device_kind
     about = {"device": device, "cpus": os.cpu_count(), "python": platform.python_version(), "jax": jax.__version__}
     about |= {"model": args.target or args.model, "block_size": args.block_size, "new_tokens": args.new_tokens}
