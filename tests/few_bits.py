@@ -1,13 +1,26 @@
 """Random weights in few bits as checkpoints have them, and what they stand for by the formulas of the formats alone."""
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from dflash_jax.ops.weights import CODES, QuantizedWeight
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 BLOCK = 32
 # As compressed-tensors and ModelOpt name them; "mixed" is NVIDIA's MIXED_PRECISION.
 FP8 = ("fp8 tensor", "fp8 channel", "fp8 block", "fp8 modelopt")
-FORMS = (*FP8, "nvfp4 modelopt", "nvfp4 compressed", "mixed")
+# As `QuantizedWeight` has them.
+NUMBERS = (*CODES, "int8", "fp8")
+# Of integers, those of COMPRESSED that are not packed are UNPACKED.
+UNPACKED = ("int8 channel", "int8 naive", "int8 tensor")
+COMPRESSED = ("int4 group", "int4 asymmetric", "int4 channel", "int8 asymmetric", *UNPACKED)
+PACKED = ("gptq", "gptq asymmetric", "gptq_v2 asymmetric", "gptq eight", "awq", "awq symmetric")
+MICROSCALING = ("mxfp4", "mxfp4 modelopt", "mxfp8")
+FORMS = (*FP8, "nvfp4 modelopt", "nvfp4 compressed", "mixed", *COMPRESSED, *PACKED, *MICROSCALING)
+# Inputs that share a scale, of integers and of OCP Microscaling.
+GROUP = 32
 
 
 def of_e2m1(codes: np.ndarray) -> np.ndarray:
@@ -61,6 +74,75 @@ def nvfp4(name: str, weight: np.ndarray, rng, kind: str) -> tuple[dict[str, np.n
     return tensors, unpacked(packed) * each.repeat(16, -1)
 
 
+def in_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [..., words] of codes [..., n]: words fill from the low bits."""
+    each = 32 // bits
+    codes = np.pad(codes.astype(np.uint32), [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % each)])
+    places = codes.reshape(*codes.shape[:-1], -1, each) << (np.arange(each, dtype=np.uint32) * bits)
+    return np.bitwise_or.reduce(places, -1).view(np.int32)
+
+
+def integers(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The tensors of random codes in the shape of a weight [..., O, I]: compressed-tensors', GPTQ's or AWQ's."""
+    *lead, rows, columns = weight.shape
+    bits = 8 if form.startswith("int8") or form == "gptq eight" else 4
+    middle, is_packed = 2 ** (bits - 1), form in PACKED
+    is_of_rows = form.endswith(("channel", "naive"))
+    grid = (1, 1) if form == "int8 tensor" else (rows, 1 if is_of_rows else columns // GROUP)
+    codes = rng.integers(0, 2**bits, (*lead, rows, columns), np.uint8)
+    zero = np.full((*lead, *grid), middle)
+    if form.endswith("asymmetric") or form in ("awq", "int8 naive"):
+        zero = rng.integers(0, 2**bits, zero.shape)
+    # AutoRound's scales have signs.
+    signs = rng.choice([-1, 1], zero.shape) if form == "int4 group" else 1
+    scale = (signs * rng.uniform(0.005, 0.02, zero.shape)).astype(np.float16 if is_packed else ml_dtypes.bfloat16)
+    sizes = rows // grid[0], columns // grid[1]
+    each = [x.repeat(sizes[0], -2).repeat(sizes[1], -1) for x in (zero, scale.astype(np.float32))]
+    value = (codes.astype(np.int64) - each[0]).astype(np.float32) * each[1]
+    at = name.removesuffix(".weight")
+    if is_packed:
+        codes, zero, scale = codes.swapaxes(-1, -2), zero.swapaxes(-1, -2), scale.swapaxes(-1, -2)
+        if form.startswith("awq"):
+            # Nibbles of a word are outputs 0, 2, 4, 6, 1, 3, 5, 7.
+            codes, zero = (
+                x.reshape(*x.shape[:-1], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(x.shape) for x in (codes, zero)
+            )
+            words = in_words(codes, bits)
+        else:
+            words = in_words(codes.swapaxes(-1, -2), bits).swapaxes(-1, -2)
+            zero = zero if form.startswith("gptq_v2") else (zero - 1) % 2**bits
+        tensors = {f"{at}.qweight": words, f"{at}.qzeros": in_words(zero, bits), f"{at}.scales": scale}
+        if form != "awq":
+            tensors[f"{at}.g_idx"] = (np.arange(columns) // GROUP).astype(np.int32)
+    elif form in UNPACKED:
+        tensors = {name: (codes.astype(np.int32) - middle).astype(np.int8), f"{name}_scale": scale}
+        if form == "int8 naive":
+            tensors[f"{name}_zero_point"] = (zero - middle).astype(np.int8)
+        if form == "int8 tensor":
+            tensors[f"{name}_scale"] = scale.reshape(*lead, 1)
+    else:
+        tensors = {f"{name}_packed": in_words(codes, bits), f"{name}_scale": scale}
+        tensors[f"{name}_shape"] = np.asarray(weight.shape, np.int64)
+        if form.endswith("asymmetric"):
+            tensors[f"{name}_zero_point"] = in_words(zero.swapaxes(-1, -2), bits).swapaxes(-1, -2)
+        elif not lead:
+            tensors[f"{name}_g_idx"] = np.full(columns, -1, np.int32)
+    return {n: np.ascontiguousarray(x) for n, x in tensors.items()}, value
+
+
+def microscaling(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The tensors of random numbers in the shape of a weight [..., O, I], with scales that are powers of two."""
+    *lead, rows, columns = weight.shape
+    exponent = rng.integers(110, 130, (*lead, rows, columns // GROUP), np.uint8)
+    scale = (2.0 ** (exponent.astype(np.float64) - 127)).repeat(GROUP, -1).astype(np.float32)
+    if form == "mxfp8":
+        values = (weight * 50).astype(FLOAT8)
+        return {name: values, f"{name}_scale": exponent}, of_e4m3(values) * scale
+    packed = rng.integers(0, 256, (*lead, rows, columns // 2), np.uint8)
+    at = name if form == "mxfp4 modelopt" else f"{name}_packed"
+    return {at: packed, f"{name}_scale": exponent}, unpacked(packed) * scale
+
+
 def stored(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, np.ndarray], np.ndarray] | None:
     """The tensors of a weight in a checkpoint of ``form``, and what they stand for; None: it stays as it is."""
     kind = form.split()[-1]
@@ -71,6 +153,11 @@ def stored(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, np.
         form, kind = ("nvfp4", "modelopt") if is_four else ("fp8", "modelopt")
     if form.startswith("fp8"):
         return fp8(name, weight, rng, kind)
+    if form in PACKED and not (name.endswith(".weight") and weight.shape[-2] % 8 == 0):
+        return None
+    if not form.startswith("nvfp4"):
+        make = microscaling if form in MICROSCALING else integers
+        return None if weight.shape[-1] % GROUP else make(form, name, weight, rng)
     return None if weight.shape[-1] % 16 else nvfp4(name, weight, rng, kind)
 
 
@@ -98,7 +185,24 @@ def config(form: str, layers: int = 2) -> dict:
         # Contradicts what the layers say, as NVIDIA's do.
         groups = {"group_0": {"input_activations": {"num_bits": 4}, "weights": {"num_bits": 4}, "targets": ["Linear"]}}
         return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "config_groups": groups, **extra}
+    if form in PACKED:
+        is_symmetric = "asymmetric" not in form and form != "awq"
+        packed: dict = {"bits": 8 if form == "gptq eight" else 4, "group_size": GROUP}
+        if form.startswith("awq"):
+            return packed | {"quant_method": "awq", "version": "gemm", "zero_point": not is_symmetric}
+        version = form.split()[0]
+        gptq = {"quant_method": "gptq", "checkpoint_format": version, "sym": is_symmetric, "desc_act": False}
+        return packed | gptq | {"dynamic": {"-:.*shared_expert_gate.*": {}, "-:^lm_head$": {}}}
+    if form == "mxfp4 modelopt":
+        return {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32}
     weights: dict = {"num_bits": 8, "type": "float", "strategy": form.split()[-1], "symmetric": True}
+    if form in MICROSCALING:
+        weights |= {"num_bits": int(form[-1]), "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
+    if form in COMPRESSED:
+        kind = {"tensor": "tensor", "channel": "channel", "naive": "channel"}.get(form.split()[-1], "group")
+        is_symmetric = not form.endswith(("asymmetric", "naive"))
+        weights = {"num_bits": int(form[3]), "type": "int", "strategy": kind, "symmetric": is_symmetric}
+        weights |= {"group_size": GROUP if kind == "group" else None, "actorder": "weight", "observer": "mse"}
     if form == "fp8 block":
         weights["block_structure"] = [BLOCK, BLOCK]
     if form == "nvfp4 compressed":
@@ -106,3 +210,36 @@ def config(form: str, layers: int = 2) -> dict:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     ignore = ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:visual.*"]
     return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ignore}
+
+
+def weight(
+    rng, rows: tuple[int, ...], size: int, run: int, form: str, has_zero: bool = False, has_factor: bool = False,
+    scale=None,
+) -> QuantizedWeight:  # fmt: skip
+    """A random weight [*rows, size] of `NUMBERS`; its scales have a dtype, by default one that follows from the rest.
+
+    A number times its scale has no more bits than a float32.
+    """
+    runs = (*rows, size // run)
+    if form in CODES:
+        values = rng.integers(0, 256, (*rows, size // 2), np.uint8)
+    else:
+        values = rng.integers(-127, 128, (*rows, size)).astype(np.int8 if form == "int8" else FLOAT8)
+    scales = rng.uniform(0.5, 2, runs).astype(FLOAT8 if has_factor else ml_dtypes.bfloat16)
+    zero = rng.integers(-8, 8, runs).astype(np.int8) if has_zero else None
+    factor = rng.uniform(0.5, 2, (*rows, 1)).astype(ml_dtypes.bfloat16).astype(np.float32) if has_factor else None
+    scales = scales.astype(scale or (FLOAT8 if has_factor else np.float32))
+    return jax.tree.map(jnp.asarray, QuantizedWeight(values, scales, zero, factor, form if form in CODES else None))
+
+
+def of(weight: QuantizedWeight) -> np.ndarray:
+    """The float64 array that a weight stands for."""
+    values, scale = np.asarray(weight.values), np.asarray(weight.scale)
+    if weight.code is not None:
+        codes = np.stack([values & 15, values >> 4], -1).reshape(weight.shape)
+        numbers = codes.astype(np.float64) - 8 if weight.code == "int4" else of_e2m1(codes).astype(np.float64)
+    else:
+        numbers = (of_e4m3(values) if values.dtype == FLOAT8 else values).astype(np.float64)
+    whole = scale.astype(np.float64) * (1 if weight.factor is None else np.asarray(weight.factor))
+    zero = 0 if weight.zero is None else np.asarray(weight.zero)[..., None]
+    return ((numbers.reshape(*scale.shape, -1) - zero) * whole[..., None]).reshape(weight.shape)

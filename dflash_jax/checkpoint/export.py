@@ -1,33 +1,59 @@
-"""Writes a Hugging Face directory from an Orbax one: the inverse of `orbax.convert`, tensor for tensor."""
+"""Writes Hugging Face directories: an Orbax one's, tensor for tensor, and a target's with its weights in four bits."""
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dflash_jax.checkpoint import orbax, quantization, quantized
 from dflash_jax.checkpoint.config_files import read_json, read_raw
-from dflash_jax.checkpoint.files import INDEX, new_directory
-from dflash_jax.checkpoint.load import read_entries
+from dflash_jax.checkpoint.files import INDEX, Tensors, new_directory, write_json
+from dflash_jax.checkpoint.load import open_target, read_entries
+from dflash_jax.checkpoint.parameters import QUANTIZED, read_parameter
 from dflash_jax.errors import InputError
-from dflash_jax.models.families.names import Tensor, whole_tensors
+from dflash_jax.models import families
+from dflash_jax.models.families.names import Entry, Tensor, whole_tensors
+from dflash_jax.ops.weights import GROUPS
+from dflash_jax.parallel.sharding import ONE_DEVICE
 
 
 def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, array) of the tensors that a conversion was made from, one parameter at a time."""
-    shapes = {name: shape for name, (_, shape) in read_json(directory / orbax.MANIFEST)["tensors"].items()}
-    for name, array in whole_tensors(_disk_parts(directory)):
-        yield name, array.reshape(shapes[name])
+    tensors, in_few_bits = orbax.ConvertedTensors(directory), {}
+    yield from _whole(_disk_parts(directory, tensors, in_few_bits), tensors, in_few_bits)
 
 
-def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yields the tensors of `disk_tensors`, of some only rows at a time."""
+def _whole(
+    parts: Iterable[tuple[Tensor, np.ndarray]], tensors: Tensors, in_few_bits: Mapping[str, quantized.Part]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, array) of the tensors of ``parts`` as the disk has them.
+
+    Args:
+        parts: Tensors or some rows of them; those of ``in_few_bits`` as they are here.
+        tensors: Their shapes and dtypes on disk, of which those may lack that have their shapes already.
+        in_few_bits: Filled as ``parts`` goes on.
+    """
+    for name, array in whole_tensors(parts):
+        if name in in_few_bits:
+            array = quantized.on_disk(in_few_bits[name], array, tensors.dtype(name))
+        yield name, array.reshape(tensors[name]) if name in tensors else array
+
+
+def _disk_parts(
+    directory: Path, tensors: orbax.ConvertedTensors, in_few_bits: dict[str, quantized.Part]
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Yields the tensors of `disk_tensors` as they are here, of some only rows at a time.
+
+    Those that are in few bits are put in ``in_few_bits`` before.
+    """
     manifest = read_json(directory / orbax.MANIFEST)
-    tensors, form = orbax.ConvertedTensors(directory), quantization.read(read_raw(directory), directory)
+    form = quantization.read(read_raw(directory), directory)
     entries = {e.path: e for e in read_entries(directory, tensors)}
     for key, record in manifest["records"].items():
         kind, name = key.split(" ", 1)
@@ -39,7 +65,9 @@ def _disk_parts(directory: Path) -> Iterator[tuple[Tensor, np.ndarray]]:
         if "array" in arrays:
             yield from zip(entry.tensors, entry.write(arrays["array"]), strict=True)
         else:
-            yield from quantized.write(entry, quantized.stored_of(entry, tensors, form), arrays, tensors)
+            parts = quantized.stored_of(entry, tensors, form)
+            in_few_bits |= {part.name: part for stored in parts for part in stored.parts}
+            yield from quantized.write(entry, parts, arrays)
 
 
 def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:
@@ -64,30 +92,41 @@ def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iter
         raise InputError(
             f"{source} was quantized to {manifest['quantize']} when it was converted: that has no way back"
         )
+    count = len(manifest["tensors"])
     with new_directory(target) as half:
-        shards: list[list[str]] = []
-        waiting: dict[str, np.ndarray] = {}
+        _write_shards(progress(disk_tensors(source), count), half, target, shard_bytes)
+        _carry(source, half, (orbax.MANIFEST, orbax.STARTED))
+    return count
 
-        def write() -> None:
-            shards.append(list(waiting))
-            path = half / f"{len(shards)}.safetensors"
-            try:
-                save_file(waiting, path, metadata={"format": "pt"})
-            except SafetensorError as e:  # a full disk, which the library does not report as an OSError
-                raise InputError(f"{target} cannot be written: {e}") from None
-            waiting.clear()
 
-        for name, array in progress(disk_tensors(source), len(manifest["tensors"])):
-            if waiting and sum(x.nbytes for x in waiting.values()) + array.nbytes > shard_bytes:
-                write()
-            waiting[name] = array
-        write()
-        name_shards(half, shards)
-        for pattern in orbax.CARRIED:
-            for path in source.glob(pattern):
-                if path.name not in (orbax.MANIFEST, orbax.STARTED):
-                    shutil.copyfile(path, half / path.name)
-    return sum(map(len, shards))
+def _write_shards(tensors: Iterable[tuple[str, np.ndarray]], half: Path, target: Path, shard_bytes: int) -> None:
+    """Writes tensors to the directory ``half``, which becomes ``target``, in files of about ``shard_bytes``."""
+    shards: list[list[str]] = []
+    waiting: dict[str, np.ndarray] = {}
+
+    def write() -> None:
+        shards.append(list(waiting))
+        path = half / f"{len(shards)}.safetensors"
+        try:
+            save_file(waiting, path, metadata={"format": "pt"})
+        except SafetensorError as e:  # a full disk, which the library does not report as an OSError
+            raise InputError(f"{target} cannot be written: {e}") from None
+        waiting.clear()
+
+    for name, array in tensors:
+        if waiting and sum(x.nbytes for x in waiting.values()) + array.nbytes > shard_bytes:
+            write()
+        waiting[name] = array
+    write()
+    name_shards(half, shards)
+
+
+def _carry(source: Path, half: Path, left_out: Collection[str]) -> None:
+    """Copies what lies beside the weights."""
+    for pattern in orbax.CARRIED:
+        for path in source.glob(pattern):
+            if path.name not in left_out:
+                shutil.copyfile(path, half / path.name)
 
 
 def name_shards(directory: Path, shards: list[list[str]]) -> None:
@@ -101,3 +140,135 @@ def name_shards(directory: Path, shards: list[list[str]]) -> None:
         (directory / f"{i}.safetensors").rename(directory / name)
         where |= dict.fromkeys(names, name)
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=2) + "\n")
+
+
+# Weights in four bits.
+
+
+class _Planned(Tensors):
+    """Names, shapes and dtypes of the tensors that compressed-tensors has for matrices [O, I] of ``kind``."""
+
+    def __init__(self, entries: Iterable[Entry], kind: str):
+        self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for entry in entries:
+            for tensor in entry.tensors:
+                self._tensors |= _of_matrix(tensor.name, *tensor.disk_shape, kind, _run(entry, kind))
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name][1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def dtype(self, name: str) -> str:
+        """See `Tensors`."""
+        return self._tensors[name][0]
+
+    def read(self, name: str) -> np.ndarray:
+        """See `Tensors`."""
+        raise AssertionError(f"{name} is not written yet")
+
+
+def _run(entry: Entry, kind: str) -> int:
+    """Inputs of a parameter that share a scale."""
+    return math.gcd(entry.shape[-1], GROUPS[kind])
+
+
+def _of_matrix(name: str, rows: int, columns: int, kind: str, run: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name → dtype and shape of the tensors of a matrix [rows, columns]."""
+    if kind == "nvfp4":
+        return {
+            f"{name}_packed": ("U8", (rows, columns // 2)),
+            f"{name}_scale": ("F8_E4M3", (rows, columns // run)),
+            f"{name}_global_scale": ("F32", (1,)),
+        }
+    return {
+        f"{name}_packed": ("I32", (rows, columns // 8)),
+        f"{name}_scale": ("BF16", (rows, columns // run)),
+        f"{name}_shape": ("I64", (2,)),
+    }
+
+
+def _group(kind: str, run: int, targets: list[str]) -> dict:
+    """An entry of ``config_groups``."""
+    weights = {"num_bits": 4, "symmetric": True, "dynamic": False, "group_size": run}
+    if kind == "nvfp4":
+        weights |= {"type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+        form = "nvfp4-pack-quantized"
+    else:
+        weights |= {"type": "int", "strategy": "group"}
+        form = "pack-quantized"
+    return {"targets": targets, "weights": weights, "input_activations": None, "format": form}
+
+
+def quantize_to_hf(
+    source: Path, target: Path, kind: str, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]
+) -> int:
+    """Writes a target with its large matrices in four bits, as compressed-tensors has them.
+
+    They are those, and the numbers are those, that loading with ``quantize`` has. Experts are written one by one, as
+    other engines read them.
+
+    Args:
+        source: A Hugging Face directory of a target.
+        target: A new directory.
+        kind: A key of `ops.weights.GROUPS`.
+        shard_bytes: Size of a shard, about.
+        progress: ``progress(iterable, total)`` wraps the loop over parameters and further tensors.
+
+    Returns:
+        The number of matrices in four bits.
+
+    Raises:
+        InputError: ``source`` is no target's, or is in few bits already, or ``target`` cannot be written.
+    """
+    opened, raw = open_target(source), read_raw(source)
+    if opened.stored:
+        raise InputError(f"{source} is in few bits already: quantize the checkpoint that it was made from")
+    one_by_one = {*opened.files, *(f"{n.rpartition('.')[0]}.0." for n in opened.files if ".mlp.experts." in n)}
+    entries = {e.path: e for e in families.target_family(raw).weight_names(opened.config, one_by_one)}
+    large = {e.path: entries[e.path] for e in opened.entries if e.path.rsplit(".", 1)[-1] in QUANTIZED}
+    for entry in large.values():
+        if kind == "nvfp4" and (entry.shape[-1] % GROUPS[kind] or any(t.rows for t in entry.tensors)):
+            raise InputError(f"{entry.tensors[0].name!r} {list(entry.shape)} cannot be in NVFP4: it has groups of 16")
+    modules = {t.name.removesuffix(".weight"): _run(e, kind) for e in large.values() for t in e.tensors}
+    kept = {t.name for e in opened.entries if e.path not in large for t in e.tensors} | set(opened.skipped)
+    ignored = sorted(n.removesuffix(".weight") for n in kept if n.endswith(".weight") and len(opened.files[n]) == 2)
+    runs = {run: sorted(m for m, r in modules.items() if r == run) for run in sorted(set(modules.values()))}
+    usual = max(runs, key=lambda run: len(runs[run]), default=0)
+    groups = [_group(kind, run, ["Linear"] if run == usual else names) for run, names in runs.items()]
+    written = {
+        "quant_method": "compressed-tensors",
+        "format": groups[0]["format"] if groups else "dense",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "ignore": ignored,
+    }
+    planned, form = _Planned(large.values(), kind), quantization.read({"quantization_config": written}, source)
+    todo, in_few_bits = [*opened.entries, *sorted(kept)], {}
+
+    def parts() -> Iterator[tuple[Tensor, np.ndarray]]:
+        one = NamedSharding(ONE_DEVICE.mesh(), PartitionSpec())
+        for item in progress(todo, len(todo)):
+            if isinstance(item, str):
+                yield Tensor(item, opened.files[item]), opened.files.read(item)
+            elif item.path in large:
+                entry = large[item.path]
+                weight = read_parameter(item, opened, None, kind, one)
+                arrays = quantized.as_compressed({name: np.asarray(x) for name, x in weight.arrays().items()})
+                stored = quantized.stored_of(entry, planned, form)
+                in_few_bits.update({part.name: part for matrix in stored for part in matrix.parts})
+                yield from quantized.write(entry, stored, arrays)
+                for matrix in stored:
+                    for part in matrix.constants.values():
+                        yield Tensor(part.name, part.shape), np.array(matrix.tensor.disk_shape)
+            opened.files.release()
+
+    with new_directory(target) as half:
+        _write_shards(_whole(parts(), planned, in_few_bits), half, target, shard_bytes)
+        _carry(source, half, ("config.json", INDEX))
+        write_json(half / "config.json", raw | {"quantization_config": written})
+    return len(modules)

@@ -85,11 +85,11 @@ def _open(
         if n in files and files[n] != s
     ]
     problems += dict.fromkeys(problem for part in in_few_bits for problem in part.problems(files))
-    expected = plain.keys() | {name for part in in_few_bits for name in (part.name, *part.companions)}
+    expected = plain.keys() | {part.name for one in in_few_bits for part in one.parts}
     skipped = [n for n in files if n not in expected]
     weights = {t.name for e in entries for t in e.tensors}
     unused = tuple(n for n in skipped if form is not None and quantized.is_unused(n, weights))
-    known = frozenset(unused)
+    known = {*unused, *(part.name for one in in_few_bits for part in one.constants.values())}
     problems += [f"unexpected {n!r} {list(files[n])}" for n in skipped if n not in known and not is_skipped(n)]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
@@ -181,7 +181,7 @@ def open_target(directory: str | Path, overrides: dict | None = None) -> Source[
     raw, config = read_raw(directory, overrides), read_target_config(directory, overrides)
     family, files = families.target_family(raw), TensorFiles(directory)
     # Some checkpoints carry the head that they tie to the embedding.
-    tied = ("lm_head.weight", "lm_head.input_") if config.tied_embeddings else ()
+    tied = ("lm_head.",) if config.tied_embeddings else ()
     entries = family.weight_names(config, quantized.plain_names(files))
     return _open(directory, raw, config, entries, files, lambda name: name.startswith(tied) or family.is_skipped(name))
 

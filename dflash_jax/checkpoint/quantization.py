@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says of weights in few bits: which modules are in FP8 or in NVFP4.
+"""What a checkpoint's configuration says of weights in few bits: which modules are, and in which form.
 
 It is ``quantization_config`` of ``config.json``, else ModelOpt's ``hf_quant_config.json``. What a module is follows
 from its tensors (`quantized`); these claims check it, and stand for it where a plan has no tensors.
@@ -6,24 +6,30 @@ from its tensors (`quantized`); these claims check it, and stand for it where a 
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoint.config_files import parsed, read_json
 from dflash_jax.errors import InputError
-from dflash_jax.models.families.reading import LIMIT, section, shown, words
+from dflash_jax.models.families.reading import LIMIT, flag, section, shown, words
 
-FP8, NVFP4 = "FP8", "NVFP4"
+FP8, NVFP4, MXFP4, INT4, INT8 = "FP8", "NVFP4", "MXFP4", "INT4", "INT8"
+READ_HERE = "FP8, NVFP4, MXFP4, INT4 and INT8 are read here"
+INTEGERS = {4: INT4, 8: INT8}
 # What loading may quantize to (`ops.weights.quantize`); none: nothing, and weights in few bits are multiplied out.
-QUANTIZE = ("none", "int8", "fp8", "int4", "int4-64", "int4-128", "nvfp4")
-# Inputs that share a scale of NVFP4.
-GROUP = 16
+FOUR_BITS = ("int4", "int4-64", "int4-128", "nvfp4")
+QUANTIZE = ("none", "int8", "fp8", *FOUR_BITS)
+# Inputs that share a scale of NVFP4, and of the forms of OCP Microscaling.
+GROUP, MX_GROUP = 16, 32
+# How a claim's integers are packed: in words of several inputs as compressed-tensors has them, GPTQ's, of which the
+# first version stores a zero point less 1, or AWQ's.
+COMPRESSED, GPTQ, GPTQ_V2, AWQ = "compressed-tensors", "gptq", "gptq_v2", "awq"
 # Of a file of ModelOpt beside config.json.
 MODELOPT_FILE = "hf_quant_config.json"
-# quant_algo of ModelOpt → what the weights are.
-ALGORITHMS = {"FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
 # Prefixes of a text model's modules, of which a config may name another one than the files have.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 # Characters and memory of a pattern at most, and processor time for all patterns and modules of a checkpoint.
@@ -35,14 +41,28 @@ class Claim:
     """What a configuration says of a module's weight.
 
     Attributes:
-        kind: `FP8` or `NVFP4`.
+        kind: `FP8`, `NVFP4`, `MXFP4`, `INT4` or `INT8`.
         block: Rows and columns of the block of a scale; None: one scale a tensor or a row.
+        packing: Of integers, one of `COMPRESSED`, `GPTQ`, `GPTQ_V2` and `AWQ`.
+        is_symmetric: Of integers, whether 0 stands for 0.
+        has_order: Of integers, whether a tensor tells the group of each input.
     """
 
     kind: str
     block: tuple[int, int] | None = None
+    packing: str = COMPRESSED
+    is_symmetric: bool = True
+    has_order: bool = False
 
 
+# quant_algo of ModelOpt → what the weights are.
+ALGORITHMS = {
+    "FP8": Claim(FP8),
+    "FP8_PER_CHANNEL_PER_TOKEN": Claim(FP8),
+    "MXFP8": Claim(FP8, (1, MX_GROUP)),
+    "NVFP4": Claim(NVFP4),
+    "W4A16_NVFP4": Claim(NVFP4),
+}
 # What `Names` says of a module that it does not name.
 UNNAMED = Claim("")
 
@@ -169,20 +189,40 @@ def read(raw: dict, directory: Path) -> Quantization | None:
     Raises:
         InputError: The checkpoint is quantized in another way than is read here, or a value is invalid.
     """
+    quantization, method, beside = _section(raw, directory)
+    if not quantization:
+        return None
+    if not isinstance(quantization, dict) or not isinstance(method, str) or method not in READERS:
+        raise InputError(f"{directory} is quantized by {shown(method)}: {READ_HERE}")
+    found = parsed(lambda _: READERS[method](quantization), raw, directory)
+    caches = [d[k] for d in (quantization, beside) for k in ("kv_cache_scheme", "kv_cache_quant_algo") if d.get(k)]
+    found.caches = shown(caches[0]) if caches else None
+    return found
+
+
+def _section(raw: dict, directory: Path) -> tuple[Any, Any, dict]:
+    """The quantization config of a checkpoint, its method, and ModelOpt's file; arguments as of `read`."""
     quantization = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     beside = read_json(directory / MODELOPT_FILE) if (directory / MODELOPT_FILE).is_file() else {}
     beside = beside.get("quantization")
     beside = {"quant_method": "modelopt", **beside} if isinstance(beside, dict) else {}
     quantization = quantization or beside
-    if not quantization:
-        return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if not isinstance(quantization, dict) or not isinstance(method, str) or method not in READERS:
-        raise InputError(f"{directory} is quantized by {shown(method)}: FP8 and NVFP4 are read here")
-    found = parsed(lambda _: READERS[method](quantization), raw, directory)
-    caches = [d[k] for d in (quantization, beside) for k in ("kv_cache_scheme", "kv_cache_quant_algo") if d.get(k)]
-    found.caches = shown(caches[0]) if caches else None
-    return found
+    return quantization, quantization.get("quant_method") if isinstance(quantization, dict) else quantization, beside
+
+
+def without_format(quantize: str | None, raw: dict, directory: Path) -> str | None:
+    """What loading does to weights: ``quantize``, or nothing where it names the format of the checkpoint.
+
+    Raises:
+        InputError: It names another format.
+    """
+    if quantize not in FORMATS:
+        return quantize
+    method = _section(raw, directory)[1]
+    if not isinstance(method, str) or method not in FORMATS[quantize]:
+        what = f"quantized by {shown(method)}" if method else "not quantized"
+        raise InputError(f"quantize is {quantize!r}: {directory} is {what}, and weights are read as they are")
+    return None
 
 
 def _sizes(key: str, value: Any) -> tuple[int, int]:
@@ -217,9 +257,11 @@ def _of_algorithm(raw: dict) -> Claim:
     algorithm, group = raw.get("quant_algo"), raw.get("group_size")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise InputError(f"quant_algo is {shown(algorithm)}: {', '.join(ALGORITHMS)} are read here")
-    if ALGORITHMS[algorithm] == NVFP4 and group not in (None, GROUP):
-        raise InputError(f"group_size is {shown(group)}: NVFP4 has groups of {GROUP}")
-    return Claim(ALGORITHMS[algorithm])
+    claim = ALGORITHMS[algorithm]
+    size = GROUP if claim.kind == NVFP4 else claim.block and claim.block[1]
+    if size and group not in (None, size):
+        raise InputError(f"group_size is {shown(group)}: {algorithm} has groups of {size}")
+    return claim
 
 
 def _read_compressed(raw: dict) -> Quantization:
@@ -252,21 +294,189 @@ def _of_weights(weights: dict, key: str) -> Claim | None:
     """What a group's weights are; None where only its activations are quantized."""
     if not weights:
         return None
-    kind, bits, strategy, group = (weights.get(k) for k in ("type", "num_bits", "strategy", "group_size"))
-    if kind == "float" and bits == 8 and strategy in ("tensor", "channel"):
-        return Claim(FP8)
-    if kind == "float" and bits == 8 and strategy == "block":
-        return Claim(FP8, _sizes(f"{key}.block_structure", weights.get("block_structure")))
-    if kind == "float" and bits == 4 and strategy == "tensor_group" and group == GROUP:
-        return Claim(NVFP4)
+    kind, bits, group = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
+    strategy = weights.get("strategy") or ("tensor" if group is None else "channel" if group == -1 else "group")
+    block = None
+    if strategy in ("group", "tensor_group"):
+        block = 1, _group(f"{key}.group_size", group)
+    elif strategy == "block":
+        block = _sizes(f"{key}.block_structure", weights.get("block_structure"))
+    if strategy in ("tensor", "channel", "group", "block"):
+        if kind == "int" and type(bits) is int and bits in INTEGERS:
+            is_symmetric = flag(f"{key}.symmetric", weights.get("symmetric", True))
+            return Claim(INTEGERS[bits], block, COMPRESSED, is_symmetric, _has_order(weights, key))
+        if kind == "float" and bits == 8:
+            return Claim(FP8, block)
+    # Of microscaling, scales are powers of two.
+    for form, its_strategy, size in ((NVFP4, "tensor_group", GROUP), (MXFP4, "group", MX_GROUP)):
+        if (kind, bits, strategy, group) == ("float", 4, its_strategy, size):
+            return Claim(form)
     what = f"{shown(bits)} bits, type {shown(kind)}, strategy {shown(strategy)} and group_size {shown(group)}"
-    raise InputError(f"{key} has {what}: FP8 and NVFP4 are read here")
+    raise InputError(f"{key} has {what}: {READ_HERE}")
 
 
+def _has_order(weights: dict, key: str) -> bool:
+    """Whether a tensor tells the groups of inputs. An order of weights is one of calibration, and changes nothing."""
+    order = weights.get("actorder")
+    if order not in (None, False, True, "weight", "static", "group", "dynamic"):
+        raise InputError(f"{key}.actorder is {shown(order)}: it must be weight, group or null")
+    return order in (True, "group", "dynamic")
+
+
+def _group(key: str, value: Any, otherwise: str = "") -> int:
+    """The inputs that share a scale."""
+    if type(value) is not int or not 0 < value <= LIMIT:
+        raise InputError(f"{key} is {shown(value)}: it must be a number of inputs{otherwise}")
+    return value
+
+
+def _first(raw: Mapping[str, Any], keys: str, default: Any = None) -> Any:
+    """The first value of ``keys`` that is not null."""
+    return next((raw[key] for key in keys.split() if raw.get(key) is not None), default)
+
+
+def _of_integers(raw: Mapping[str, Any], packing: str, is_symmetric: bool) -> Claim:
+    """What GPTQ's, AWQ's and AutoRound's keys say of a module."""
+    bits, group = _first(raw, "bits w_bit"), _first(raw, "group_size q_group_size")
+    known = (4,) if packing == AWQ else tuple(INTEGERS)
+    if type(bits) is not int or bits not in known:
+        raise InputError(f"bits is {shown(bits)}: {' and '.join(map(str, known))} are read here")
+    block = None if type(group) is int and group == -1 else (1, _group("group_size", group, ", or -1 for a whole row"))
+    has_order = flag("desc_act", _first(raw, "desc_act", False))
+    return Claim(INTEGERS[bits], block, packing, is_symmetric, has_order)
+
+
+def _of_gptq(raw: Mapping[str, Any]) -> Claim:
+    version = _first(raw, "checkpoint_format format", GPTQ)
+    if version not in (GPTQ, GPTQ_V2):
+        raise InputError(f"checkpoint_format is {shown(version)}: {GPTQ} and {GPTQ_V2} are read here")
+    return _of_integers(raw, version, flag("sym", _first(raw, "sym", True)))
+
+
+def _of_awq(raw: Mapping[str, Any]) -> Claim:
+    version = _first(raw, "version checkpoint_format format", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise InputError(f"version is {shown(version)}: AWQ's gemm is read here")
+    has_zero = flag("zero_point", _first(raw, "zero_point", not flag("sym", _first(raw, "sym", False))))
+    return _of_integers(raw, AWQ, not has_zero)
+
+
+def _of_auto_round(raw: Mapping[str, Any]) -> Claim | None:
+    """What AutoRound's keys say of a module; None: it is not quantized."""
+    bits, kind = raw.get("bits"), _first(raw, "data_type", "int")
+    if type(bits) is int and bits >= 16:
+        return None
+    for (prefix, size), claim in AUTO_ROUND_FLOATS.items():
+        if isinstance(kind, str) and kind.startswith(prefix) and bits == size:
+            return claim
+    if kind not in ("int", "int_sym", "int_asym") or raw.get("super_bits") is not None:
+        what = f"data_type is {shown(kind)} with {shown(bits)} bits"
+        raise InputError(f"{what}: AutoRound's int, fp8, mx_fp and nv_fp are read here")
+    # Its older files name a backend, whose packing it is.
+    packing = _first(raw, "packing_format backend", "auto_round:auto_gptq")
+    if not isinstance(packing, str):
+        raise InputError(f"packing_format is {shown(packing)}: it must be a string, such as auto_round:auto_gptq")
+    if "llm_compressor" in packing:
+        form = COMPRESSED
+    elif "awq" in packing:
+        form = AWQ
+    else:
+        form = GPTQ if "gptq" in packing.replace("gptqmodel", "") else GPTQ_V2
+    return _of_integers(raw, form, flag("sym", _first(raw, "sym", True)))
+
+
+# data_type of AutoRound, as it begins, and bits → what the weights are.
+AUTO_ROUND_FLOATS = {
+    ("nv_fp", 4): Claim(NVFP4),
+    ("mx_fp", 4): Claim(MXFP4),
+    ("mx_fp", 8): Claim(FP8, (1, MX_GROUP)),
+    ("fp", 8): Claim(FP8),
+}
+# Keys that tell which modules GPTQ, AWQ and AutoRound quantize.
+OF_MODULES = (
+    "dynamic",
+    "extra_config",
+    "modules_to_not_convert",
+    "modules_in_block_to_quantize",
+    "block_name_to_quantize",
+    "to_quant_block_names",
+)
+# Keys of GPTQModel that make other weights of those in the files.
+OTHER_WEIGHTS = ("rotation", "adapter", "lora", "is_marlin_format")
+
+
+def _read_packed(raw: dict, claim_of: Callable[[Mapping[str, Any]], Claim | None]) -> Quantization:
+    """GPTQ's, AWQ's and AutoRound's: one form for all modules but those that a key names."""
+    for key in OTHER_WEIGHTS:
+        if raw.get(key):
+            raise InputError(f"{key} is {shown(raw[key])}: it changes the numbers, and is not known here")
+    claim, found = claim_of(raw), Quantization(" and ".join(key for key in OF_MODULES if raw.get(key)) or "bits")
+    for name, value in section("dynamic", raw.get("dynamic") or {}).items():
+        entry = section(f"dynamic[{shown(name)}]", value)
+        is_excluded = name.startswith("-:")
+        pattern = f"re:{name[2:] if name.startswith(('-:', '+:')) else name}"
+        found.groups.add("dynamic", [pattern], None if is_excluded else claim_of(ChainMap(entry, raw)))
+    for name, value in section("extra_config", raw.get("extra_config") or {}).items():
+        entry = section(f"extra_config[{shown(name)}]", value)
+        name = f"re:.*(?:{name})" if _is_expression(name) else name
+        found.groups.add("extra_config", [name], claim_of(ChainMap(entry, raw)))
+    found.ignored.add("modules_to_not_convert", _parts_of_names(_names(raw, "modules_to_not_convert")), None)
+    chosen = _names(raw, "modules_in_block_to_quantize")
+    chosen = chosen or _names(raw, "block_name_to_quantize to_quant_block_names")
+    found.groups.add("modules_in_block_to_quantize", _parts_of_names(chosen), claim)
+    found.default = None if chosen else claim
+    return found
+
+
+def _is_expression(name: str) -> bool:
+    return not set(name).isdisjoint("*+?^$()[]{}|\\")
+
+
+def _parts_of_names(names: list[str]) -> Iterator[str]:
+    """Patterns of the modules of which a name, or an expression, is a part; of many names few patterns."""
+    waiting: list[str] = []
+    for name in (*names, None):
+        if name is not None and _is_expression(name):
+            yield f"re:.*(?:{name})"
+            continue
+        if waiting and (name is None or sum(map(len, waiting)) + len(waiting) + 2 * len(name) > LONGEST_PATTERN - 60):
+            yield rf"re:(?:.*\.)?(?:{'|'.join(waiting)})(?:\.|\z)"
+            waiting = []
+        if name is not None:
+            waiting.append(re.escape(name.strip(".")))
+
+
+def _names(raw: Mapping[str, Any], keys: str) -> list[str]:
+    """The names of a list, of lists in it, or with commas between; ``keys`` as of `_first`."""
+    value = _first(raw, keys, [])
+    left, names = [value.split(",") if isinstance(value, str) else value], []
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            names.append(item)
+        elif isinstance(item, list):
+            left += item
+        else:
+            raise InputError(f"{keys.split()[0]} is {shown(value)}: it must be a list of strings")
+    return names
+
+
+# Formats by their names in options → quant_method.
+AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round", "inc")
+FORMATS = {
+    "awq": ("awq",),
+    "gptq": ("gptq",),
+    "auto-round": AUTO_ROUND,
+    "compressed-tensors": ("compressed-tensors",),
+    "modelopt": ("modelopt", "modelopt_fp4", "modelopt_mixed"),
+}
 READERS: dict[str, Callable[[dict], Quantization]] = {
     "fp8": _read_fp8,
     "modelopt": _read_modelopt,
     "modelopt_fp4": _read_modelopt,
     "modelopt_mixed": _read_modelopt,
     "compressed-tensors": _read_compressed,
+    "gptq": partial(_read_packed, claim_of=_of_gptq),
+    "awq": partial(_read_packed, claim_of=_of_awq),
+    **dict.fromkeys(AUTO_ROUND, partial(_read_packed, claim_of=_of_auto_round)),
 }

@@ -1,13 +1,21 @@
-"""Weights in few bits, as checkpoints have them: FP8 with scales, and NVFP4.
+"""Weights in few bits, as checkpoints have them: FP8, NVFP4, MXFP4, and integers of four and eight bits.
 
-O outputs, I inputs, X the tensor's name; b e2m1, in four bits, of which the low half of a byte is an even input:
+O outputs, I inputs, g inputs of a group, M the module's name, X its weight's; b e2m1, in four bits, of which the low
+half of a byte is an even input; c codes in 32-bit words (`words.Words`), without a sign:
 
-    FP8: w · s              w = X float8_e4m3fn [O, I], s = X_scale or X_scale_inv, one a tensor, a row or a block
+    FP8: w · s              w = X float8_e4m3fn [O, I], s = X_scale or X_scale_inv, one a tensor, row, block or group
     NVFP4: b · s · t        b = X uint8 [O, I/2], s = X_scale float8_e4m3fn [O, I/16], t = X_scale_2 float32
     NVFP4: b · (s / t)      b = X_packed, s = X_scale alike, t = X_global_scale float32
+    MXFP4: b · 2^(e - 127)  b = X_packed or X, e = X_scale uint8 [O, I/32]
+    INT8: (w - z) · s       w = X int8 [O, I], s = X_scale, z = X_zero_point int8 of the same shape
+    INT: (c - z) · s        c = X_packed [O, I in words], s = X_scale [O, I/g], z = X_zero_point [O in words, I/g]
+    GPTQ: (c - z) · s       c = M.qweight [I in words, O], s = M.scales [I/g, O], z = M.qzeros [I/g, O in words]
+    AWQ: (c - z) · s        c = M.qweight [I, O in words], s and z as GPTQ
 
-The first form of NVFP4 is ModelOpt's, the second that of compressed-tensors. Scales of activations, keys and values
-(`is_unused`) change no weight.
+The first form of NVFP4 is ModelOpt's, the second that of compressed-tensors, which has the integers in X, too. GPTQ's
+first version has z - 1. Where z is the middle of the codes, or 0 without words, there is none here. What only repeats
+shapes and places of inputs (X_shape, X_g_idx, M.g_idx, a z in the middle) is `Stored.constants`. Scales of
+activations, keys and values (`is_unused`) change no weight.
 """
 
 import dataclasses
@@ -20,36 +28,65 @@ import jax
 import numpy as np
 
 from dflash_jax.checkpoint.files import DTYPES, Tensors
-from dflash_jax.checkpoint.quantization import FP8, GROUP, NVFP4, Quantization
+from dflash_jax.checkpoint.quantization import (
+    AWQ,
+    COMPRESSED,
+    FP8,
+    GPTQ,
+    GROUP,
+    INT4,
+    INT8,
+    INTEGERS,
+    MX_GROUP,
+    MXFP4,
+    NVFP4,
+    Claim,
+    Quantization,
+)
+from dflash_jax.checkpoint.words import AWQ_ORDER, BFLOAT16, PLAIN, Exponents, Layout, Plain, Words
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.names import Entry, Tensor
 from dflash_jax.models.families.reading import shown
 from dflash_jax.ops.weights import CODES, QuantizedWeight
 
-PACKED = "_packed"
-# Kind → code of `QuantizedWeight`, of kinds in four bits.
-OF_KINDS = {NVFP4: "e2m1"}
-FLOATS = ("F32", "BF16", "F16")
+PACKED, QWEIGHT = "_packed", ".qweight"
+# Kind → code of `QuantizedWeight`, of kinds in four bits, and dtype of the values of the others.
+CODES_OF = {NVFP4: "e2m1", MXFP4: "e2m1", INT4: "int4"}
+DTYPES_OF = {FP8: "float8_e4m3fn", INT8: "int8"}
+FLOATS, WHOLE = ("F32", "BF16", "F16"), ("I32", "I64")
 # Scales of activations, after the name of a module; scales of keys and values, after that of an attention.
-OF_INPUTS = ("input_scale", "input_global_scale")
+OF_INPUTS = ("input_scale", "input_global_scale", "input_zero_point")
 OF_CACHES = ("k_scale", "v_scale", "q_scale", "k_proj.k_scale", "v_proj.v_scale")
 
 
 @dataclass(frozen=True)
-class Scales:
-    """A tensor of scales: one for each block of the matrices of a weight [..., O, I].
+class Part:
+    """A tensor on disk: the values of a weight [..., O, I], or numbers of which each is of a block of its matrices.
 
     Attributes:
         name: Its name.
+        shape: Its shape here.
+        dtypes: The dtypes that it may have on disk, as `Tensors.dtype`.
         block: Rows and columns of a block.
-        shapes: The shapes that it may have on disk.
-        dtypes: Its dtypes likewise, as `Tensors.dtype`.
+        layout: How it is laid out on disk.
+        shapes: The shapes that it may have on disk; none: that of the layout.
     """
 
     name: str
-    block: tuple[int, int]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...] = FLOATS
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    block: tuple[int, int] = (1, 1)
+    layout: Layout = PLAIN
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def disk_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes that it may have on disk."""
+        return self.shapes or (self.layout.disk_shape(self.shape),)
+
+    def read(self, files: Tensors) -> np.ndarray:
+        """The array as it is here."""
+        return self.layout.read(files.read(self.name), self.shape)
 
 
 @dataclass(frozen=True)
@@ -58,48 +95,67 @@ class Stored:
 
     Attributes:
         tensor: The tensor, or some of its rows, with the weight's shape.
-        kind: `FP8` or `NVFP4`.
-        name: The name of its values on disk.
-        scales: Role → scales. "scale" and "factor" multiply the values, "divisor" divides them.
+        kind: `FP8`, `NVFP4`, `MXFP4`, `INT4` or `INT8`.
+        values: Its values.
+        scales: Role → numbers of its blocks. "scale" and "factor" multiply the values, "divisor" divides them, and
+            "zero" is subtracted before.
+        constants: Role → tensors that say nothing else: "zero", "order", the group of each input, and "shape".
     """
 
     tensor: Tensor
     kind: str
-    name: str
-    scales: dict[str, Scales]
+    values: Part
+    scales: dict[str, Part]
+    constants: dict[str, Part] = dataclasses.field(default_factory=dict)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of its values on disk."""
-        *lead, columns = self.tensor.disk_shape
-        return (*lead, columns // 2 if self.kind == NVFP4 else columns)
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of its values on disk."""
-        return "U8" if self.kind == NVFP4 else "F8_E4M3"
-
-    @property
-    def companions(self) -> list[str]:
-        """The names of its scales."""
-        return [scales.name for scales in self.scales.values()]
+    def parts(self) -> list[Part]:
+        """Its tensors, those of the constants apart."""
+        return [self.values, *self.scales.values()]
 
     def problems(self, files: Tensors) -> Iterator[str]:
         """What is wrong with its tensors."""
-        parts = [(self.name, (self.shape,), (self.dtype,))]
-        parts += [(s.name, s.shapes, s.dtypes) for s in self.scales.values()]
-        for name, shapes, dtypes in parts:
+        for part in (*self.parts, *self.constants.values()):
+            name, shapes = part.name, part.disk_shapes
             if name not in files:
                 yield f"missing {name!r} {list(shapes[0])}"
             elif files[name] not in shapes:
-                yield f"{name!r} has shape {list(files[name])}, it must be {' or '.join(str(list(s)) for s in shapes)}"
-            elif files.dtype(name) not in dtypes:
-                yield f"{name!r} has dtype {files.dtype(name)}, it must be {' or '.join(dtypes)}"
+                right = " or ".join(str(list(s)) for s in shapes)
+                yield f"{name!r} has shape {list(files[name])}, it must be {right}"
+            elif files.dtype(name) not in part.dtypes:
+                yield f"{name!r} has dtype {files.dtype(name)}, it must be {' or '.join(part.dtypes)}"
+
+    def check_constants(self, files: Tensors) -> None:
+        """Raises InputError where a tensor of `constants` says something else."""
+        columns = self.tensor.disk_shape[-1]
+        for role, part in self.constants.items():
+            array = files.read(part.name)
+            if role == "shape":
+                is_right = np.array_equal(array, self.tensor.disk_shape)
+                right = f"it must be {list(self.tensor.disk_shape)}"
+            elif role == "zero":
+                layout, middles = part.layout, [0]
+                if isinstance(layout, Words) and layout.is_transposed and not layout.order:
+                    # Files of either version of GPTQ have the other's middle, too.
+                    middles.append(2 * layout.less - 1)
+                numbers = layout.read(array, part.shape)
+                is_right = any((numbers == middle).all() for middle in middles)
+                right = "it must be the middle of the codes, since the quantization config has symmetric weights"
+            else:
+                places = np.arange(columns) // self.scales["scale"].block[1]
+                # compressed-tensors has -1 where no order was made.
+                is_right = (array == places).all() or bool((array == -1).all())
+                right = f"it must be {int(places[-1]) + 1} groups in order, since other orders (act-order) are not read"
+            if not is_right:
+                raise InputError(f"tensor {part.name!r} begins with {array.reshape(-1)[:4].tolist()}: {right}")
 
 
 def plain_names(names: Iterable[str]) -> Collection[str]:
-    """Names of tensors as a table of weight names has them: those of packed values without their suffix."""
-    return dict.fromkeys(name.removesuffix(PACKED) for name in names)
+    """Names of tensors as a table of weight names has them: those of packed values as if they were not packed."""
+    return dict.fromkeys(
+        f"{name.removesuffix(QWEIGHT)}.weight" if name.endswith(QWEIGHT) else name.removesuffix(PACKED)
+        for name in names
+    )
 
 
 def stored(tensor: Tensor, files: Tensors, quantization: Quantization) -> Stored | None:
@@ -108,49 +164,150 @@ def stored(tensor: Tensor, files: Tensors, quantization: Quantization) -> Stored
     Raises:
         InputError: The configuration says otherwise, or the form is not read here.
     """
-    name, shape = tensor.name, tensor.disk_shape
-    if len(shape) < 2:
+    name = tensor.name
+    if len(tensor.shape) < 2:
         return None
-    has = {suffix for suffix in ("_scale", "_scale_inv", "_scale_2", "_global_scale", PACKED) if name + suffix in files}
-    dtype = files.dtype(name) if name in files else None
-    if PACKED in has or dtype == "U8" or has & {"_scale_2", "_global_scale"}:
-        kind = NVFP4
-    elif dtype == "F8_E4M3" or has:
-        kind = FP8
-    else:
-        return None
-    module = name.removesuffix(".weight")
+    module, (*_, columns) = name.removesuffix(".weight"), tensor.disk_shape
     claim = quantization.claim(module)
-    if claim is None or claim.kind != kind:
-        said = claim.kind if claim else "not quantized"
+    has_words = module != name and f"{module}{QWEIGHT}" in files
+    kind = _kind(tensor, files, claim, has_words)
+    if kind is None:
+        return None
+    packing = COMPRESSED if not has_words else AWQ if claim is not None and claim.packing == AWQ else GPTQ
+    by_tensors = kind if packing == COMPRESSED else f"{kind} in {module}{QWEIGHT}"
+    # A number of four bits may have a byte of its own.
+    kinds = (INT4, INT8) if kind == INT8 and not (has_words or _is_packed(name, files)) else (kind,)
+    if claim is None or claim.packing.removesuffix("_v2") != packing or claim.kind not in kinds:
+        said = f"{claim.kind} of {claim.packing}" if claim and claim.kind in (INT4, INT8) else claim and claim.kind
         raise InputError(
-            f"{module!r} is {kind} by its tensors, and {said} by {quantization.key} of the quantization config: they "
-            f"must agree"
+            f"{module!r} is {by_tensors} by its tensors, and {said or 'not quantized'} by {quantization.key} of the "
+            f"quantization config: they must agree"
         )
-    *lead, rows, columns = shape
-    of_tensor = tuple((*lead, *ones) for ones in ((), (1,), (1, 1)))
-    if kind == FP8:
-        suffix = "_scale_inv" if "_scale_inv" in has or ("_scale" not in has and quantization.is_official) else "_scale"
-        scale = _of_fp8(Scales(name + suffix, (rows, columns), of_tensor), files, shape, claim.block)
-        return Stored(tensor, FP8, name, {"scale": scale})
-    if columns % GROUP:
-        raise InputError(f"{name!r} has {columns} inputs: NVFP4 has groups of {GROUP}")
-    scale = Scales(f"{name}_scale", (1, GROUP), ((*lead, rows, columns // GROUP),), ("F8_E4M3",))
-    role, suffix = ("divisor", "_global_scale") if PACKED in has else ("factor", "_scale_2")
-    whole = Scales(name + suffix, (rows, columns), of_tensor, ("F32",))
-    return Stored(tensor, NVFP4, name + PACKED * (PACKED in has), {"scale": scale, role: whole})
+    if kind in CODES_OF and columns % 2:
+        raise InputError(f"{name!r} has {columns} inputs in four bits: it must have an even number of them")
+    if has_words:
+        return _in_qweight(tensor, module, kind, files, claim)
+    if kind in (INT4, INT8):
+        return _in_integers(tensor, kind, files, claim)
+    return _in_floats(tensor, kind, files, claim, quantization.is_official)
 
 
-def _of_fp8(whole: Scales, files: Tensors, shape: tuple[int, ...], block: tuple[int, int] | None) -> Scales:
-    """The scales of an FP8 tensor, as their shape says: of the whole, of rows, or of blocks."""
+def _is_packed(name: str, files: Tensors) -> bool:
+    return name + PACKED in files
+
+
+def _kind(tensor: Tensor, files: Tensors, claim: Claim | None, has_words: bool) -> str | None:
+    """The kind of a tensor by its tensors."""
+    name, (*_, columns) = tensor.name, tensor.disk_shape
+    has = {s for s in ("_scale", "_scale_inv", "_scale_2", "_global_scale", PACKED) if name + s in files}
+    dtype = files.dtype(name) if name in files else None
+    packed = f"{name.removesuffix('.weight')}{QWEIGHT}" if has_words else name + PACKED
+    if has_words or (PACKED in has and files.dtype(packed) == "I32" and not has & {"_scale_2", "_global_scale"}):
+        if claim is not None and claim.packing == AWQ:
+            return INT4
+        count = files[packed][-2 if has_words else -1] if len(files[packed]) > 1 else 0
+        sizes = {-(-columns * bits // 32): kind for bits, kind in INTEGERS.items()}
+        return sizes.get(count, claim.kind if claim is not None and claim.kind in (INT4, INT8) else INT4)
+    if PACKED in has or dtype == "U8" or has & {"_scale_2", "_global_scale"}:
+        is_mx = "_scale" in has and files.dtype(f"{name}_scale") == "U8" and not has & {"_scale_2", "_global_scale"}
+        return MXFP4 if is_mx else NVFP4
+    if dtype == "I8":
+        return INT8
+    return FP8 if dtype == "F8_E4M3" or has else None
+
+
+def _of_blocks(name: str, shape: tuple[int, ...], block: tuple[int, int] | None, files: Tensors) -> Part:
+    """A number for each block of a weight of ``shape``; without ``block`` of the whole or of rows, as it is on disk."""
     *lead, rows, columns = shape
     if block is not None:
         grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-        return dataclasses.replace(whole, block=block, shapes=(grid,))
+        return Part(name, grid, FLOATS, block)
+    of_tensor = tuple((*lead, *ones) for ones in ((), (1,), (1, 1)))
     of_rows = ((*lead, rows, 1), (*lead, rows))
-    if files.get(whole.name) in of_rows:
-        return dataclasses.replace(whole, block=(1, columns), shapes=of_rows)
-    return dataclasses.replace(whole, shapes=(*whole.shapes, *of_rows))
+    if files.get(name) in of_rows:
+        return Part(name, of_rows[0], FLOATS, (1, columns), shapes=of_rows)
+    return Part(name, (*lead, 1, 1), FLOATS, (rows, columns), shapes=(*of_tensor, *of_rows))
+
+
+def _in_floats(tensor: Tensor, kind: str, files: Tensors, claim: Claim, is_official: bool) -> Stored:
+    """FP8, NVFP4 and MXFP4."""
+    name, shape = tensor.name, tensor.disk_shape
+    *lead, rows, columns = shape
+    size = {NVFP4: GROUP, MXFP4: MX_GROUP}.get(kind, 1)
+    if columns % size:
+        raise InputError(f"{name!r} has {columns} inputs: {kind} has groups of {size}")
+    if kind == FP8:
+        is_inverse = f"{name}_scale_inv" in files or (is_official and f"{name}_scale" not in files)
+        scale = _of_blocks(f"{name}_scale{'_inv' * is_inverse}", shape, claim.block, files)
+        if claim.block == (1, MX_GROUP) and scale.name in files and files.dtype(scale.name) == "U8":
+            scale = dataclasses.replace(scale, dtypes=("U8",), layout=Exponents())
+        return Stored(tensor, FP8, Part(name, shape, ("F8_E4M3",)), {"scale": scale})
+    values = Part(name + PACKED * _is_packed(name, files), (*lead, rows, columns // 2), ("U8",))
+    scale = Part(f"{name}_scale", (*lead, rows, columns // size), ("F8_E4M3",), (1, size))
+    if kind == MXFP4:
+        return Stored(tensor, kind, values, {"scale": dataclasses.replace(scale, dtypes=("U8",), layout=Exponents())})
+    role, suffix = ("divisor", "_global_scale") if _is_packed(name, files) else ("factor", "_scale_2")
+    of_tensor = tuple((*lead, *ones) for ones in ((), (1,), (1, 1)))
+    whole = Part(name + suffix, (*lead, 1, 1), ("F32",), (rows, columns), shapes=of_tensor)
+    return Stored(tensor, kind, values, {"scale": scale, role: whole})
+
+
+def _check_groups(name: str, columns: int, claim: Claim) -> None:
+    if claim.block and claim.block[0] == 1 and columns % claim.block[1]:
+        raise InputError(f"{name!r} has {columns} inputs: they must be whole groups of {claim.block[1]}")
+
+
+def _in_integers(tensor: Tensor, kind: str, files: Tensors, claim: Claim) -> Stored:
+    """compressed-tensors' integers."""
+    name, shape = tensor.name, tensor.disk_shape
+    *lead, rows, columns = shape
+    _check_groups(name, columns, claim)
+    scale = _of_blocks(f"{name}_scale", shape, claim.block, files)
+    constants = {}
+    zero = dataclasses.replace(scale, name=f"{name}_zero_point", dtypes=("I8",))
+    if not _is_packed(name, files):
+        values = Part(name, shape, ("I8",))
+    else:
+        bits = 4 if kind == INT4 else 8
+        columns = columns // 2 if bits == 4 else columns
+        values = Part(name + PACKED, (*lead, rows, columns), ("I32",), layout=Words(bits))
+        if scale.block[0] == 1:
+            layout = Words(bits, of_outputs=True, is_zero=True)
+            zero = dataclasses.replace(zero, dtypes=("I32",), layout=layout, shapes=())
+        constants["shape"] = Part(f"{name}_shape", (len(shape),), WHOLE, shapes=((len(shape),),))
+    order = Part(f"{name}_g_idx", shape[-1:], WHOLE, shapes=(shape[-1:],))
+    if claim.has_order or order.name in files:
+        constants["order"] = order
+    if not claim.is_symmetric:
+        return Stored(tensor, kind, values, {"scale": scale, "zero": zero}, constants)
+    if zero.name in files:
+        constants["zero"] = zero
+    return Stored(tensor, kind, values, {"scale": scale}, constants)
+
+
+def _in_qweight(tensor: Tensor, module: str, kind: str, files: Tensors, claim: Claim) -> Stored:
+    """GPTQ's and AWQ's integers, whose matrices are transposed."""
+    shape = tensor.disk_shape
+    *lead, rows, columns = shape
+    _check_groups(tensor.name, columns, claim)
+    bits, is_awq = 4 if kind == INT4 else 8, claim.packing == AWQ
+    order = AWQ_ORDER if is_awq else ()
+    layout = Words(bits, is_awq, True, order)
+    values = Part(module + QWEIGHT, (*lead, rows, columns // (8 // bits)), ("I32",), layout=layout)
+    block = claim.block or (1, columns)
+    grid = (*lead, rows, columns // block[1])
+    scale = Part(f"{module}.scales", grid, FLOATS, block, Plain(is_transposed=True))
+    layout = Words(bits, True, True, order, less=int(claim.packing == GPTQ), is_zero=True)
+    zero = Part(f"{module}.qzeros", grid, ("I32",), block, layout)
+    constants = {}
+    places = Part(f"{module}.g_idx", (columns,), WHOLE, shapes=((columns,),))
+    if claim.has_order or places.name in files:
+        constants["order"] = places
+    if not claim.is_symmetric:
+        return Stored(tensor, kind, values, {"scale": scale, "zero": zero}, constants)
+    if zero.name in files:
+        constants["zero"] = zero
+    return Stored(tensor, kind, values, {"scale": scale}, constants)
 
 
 def stored_of(entry: Entry, files: Tensors, quantization: Quantization | None) -> tuple[Stored, ...]:
@@ -224,18 +381,22 @@ def counted(unused: Iterable[str]) -> list[str]:
     return [f"{count:,} x {kind}" for kind, count in sorted(counts.items())]
 
 
-def _grid(scales: Scales, shape: tuple[int, ...], files: Tensors) -> np.ndarray:
-    """The scales of a tensor [..., O, I], one for each row and column of blocks.
+def _grid(stored: Stored, role: str, files: Tensors) -> np.ndarray:
+    """The numbers of a tensor [..., O, I], one for each row and column of blocks.
 
     Raises:
-        InputError: One is negative or not finite, or is 0 where it divides.
+        InputError: A scale is not finite, or is negative where values have signs, or is 0 where it divides.
     """
-    *lead, rows, columns = shape
-    array = files.read(scales.name)
-    numbers = array.astype(np.float32)
-    if not np.isfinite(numbers).all() or (numbers < 0).any():
-        raise InputError(f"tensor {scales.name!r} has a scale that is negative or not finite: it must be 0 or more")
-    return array.reshape(*lead, -(-rows // scales.block[0]), -(-columns // scales.block[1]))
+    part = stored.scales[role]
+    array = part.read(files)
+    if role != "zero":
+        numbers = array.astype(np.float32)
+        # The scale of integers has a sign in AutoRound's files.
+        is_right = np.isfinite(numbers).all() and (stored.kind in (INT4, INT8) or (numbers >= 0).all())
+        if not is_right:
+            what = "not finite" if stored.kind in (INT4, INT8) else "negative or not finite"
+            raise InputError(f"tensor {part.name!r} has a scale that is {what}: it must be a number, 0 or more")
+    return array
 
 
 def _run(inputs: int, blocks: Iterable[tuple[int, int]]) -> int:
@@ -252,41 +413,45 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.
         files: The tensors.
 
     Returns:
-        "values" or, in four bits, the name of their code, as `QuantizedWeight` has them; and "scale" and "factor" or
-        "divisor", for each run of the last axis.
+        "values" or, in four bits, the name of their code, as `QuantizedWeight` has them; and "scale", "zero", and
+        "factor" or "divisor", for each run of the last axis.
 
     Raises:
-        InputError: A scale is no scale.
+        InputError: A scale is no scale, or inputs have another order.
     """
-    code = OF_KINDS.get(parts[0].kind)
-    values = [part.tensor.of(files.read(part.name)) for part in parts]
+    for part in {part.values.name: part for part in parts}.values():
+        part.check_constants(files)
+    code = CODES_OF.get(parts[0].kind)
+    values = [part.tensor.of(part.values.read(files)) for part in parts]
     arrays = {code or "values": entry.read(values, entry.shape[-1] // (2 if code else 1))}
     for role in parts[0].scales:
         run = _run(entry.shape[-1], (part.scales[role].block for part in parts))
-        spread = [_spread(part.tensor, part.scales[role], run, files) for part in parts]
+        spread = [_spread(part, role, run, files) for part in parts]
         arrays[role] = entry.read(spread, entry.shape[-1] // run)
-    if len(arrays) > 2:
-        _check_products(entry, parts, files)
+    _check_products(parts, files)
     return arrays
 
 
-def _spread(tensor: Tensor, scales: Scales, run: int, files: Tensors) -> np.ndarray:
-    """The scales of a tensor, one for each of its rows and runs."""
+def _spread(stored: Stored, role: str, run: int, files: Tensors) -> np.ndarray:
+    """The numbers of a tensor, one for each of its rows and runs."""
+    tensor, block = stored.tensor, stored.scales[role].block
     rows, columns = tensor.disk_shape[-2:]
-    grid = np.repeat(_grid(scales, tensor.disk_shape, files), scales.block[0], axis=-2)[..., :rows, :]
-    return np.repeat(tensor.of(grid), scales.block[1] // run, axis=-1)[..., : columns // run]
+    grid = np.repeat(_grid(stored, role, files), block[0], axis=-2)[..., :rows, :]
+    return np.repeat(tensor.of(grid), block[1] // run, axis=-1)[..., : columns // run]
 
 
-def _check_products(entry: Entry, parts: Sequence[Stored], files: Tensors) -> None:
+def _check_products(parts: Sequence[Stored], files: Tensors) -> None:
     """Raises InputError where a product or quotient of two scales is not finite."""
     for part in parts:
-        (role, whole), scale = list(part.scales.items())[1], part.scales["scale"]
-        largest = files.read(scale.name).astype(np.float32).max(initial=0)
-        numbers = files.read(whole.name)
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            products = largest * numbers if role == "factor" else largest / numbers
-        if not np.isfinite(products).all() or (role == "divisor" and not numbers.all()):
-            raise InputError(f"tensor {whole.name!r} has {shown(numbers.max())}: its scales must be finite numbers")
+        for role in part.scales.keys() & {"factor", "divisor"}:
+            whole = part.scales[role]
+            largest = files.read(part.scales["scale"].name).astype(np.float32).max(initial=0)
+            numbers = files.read(whole.name)
+            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                products = largest * numbers if role == "factor" else largest / numbers
+            if not np.isfinite(products).all() or (role == "divisor" and not numbers.all()):
+                what = shown(numbers.max())
+                raise InputError(f"tensor {whole.name!r} has {what}: its scales must be finite numbers")
 
 
 def without_divisor(arrays: dict[str, np.ndarray], is_exact: bool) -> dict[str, np.ndarray]:
@@ -307,13 +472,20 @@ def without_divisor(arrays: dict[str, np.ndarray], is_exact: bool) -> dict[str, 
     return rest | {"scale": arrays["scale"].astype(np.float32) / arrays["divisor"]}
 
 
-def write(
-    entry: Entry, parts: Sequence[Stored], arrays: dict[str, np.ndarray], files: Tensors
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yields the tensors of a parameter, of some only rows: the inverse of `read`; ``files`` need only have dtypes."""
-    code = OF_KINDS.get(parts[0].kind)
+def as_compressed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of a `QuantizedWeight`, by their names, as compressed-tensors has them: a factor is a divisor."""
+    rest = {name: array for name, array in arrays.items() if name != "factor"}
+    return rest | {"divisor": 1 / arrays["factor"]} if "factor" in arrays else rest
+
+
+def write(entry: Entry, parts: Sequence[Stored], arrays: dict[str, np.ndarray]) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Yields the tensors of a parameter as they are here, of some only rows: the inverse of `read`.
+
+    `on_disk` makes of whole ones what the disk has; the constants are tensors of their own in a conversion.
+    """
+    code = CODES_OF.get(parts[0].kind)
     for part, values in zip(parts, _divided(entry, arrays[code or "values"], 2 if code else 1), strict=True):
-        yield dataclasses.replace(part.tensor, name=part.name), values
+        yield dataclasses.replace(part.tensor, name=part.values.name), values
     for role in parts[0].scales:
         run = entry.shape[-1] // arrays[role].shape[-1]
         for part, array in zip(parts, _divided(entry, arrays[role], run), strict=True):
@@ -321,8 +493,12 @@ def write(
             # Of rows, the scales of blocks that begin in them.
             begin = -part.tensor.first % scales.block[0]
             array = array[..., begin :: scales.block[0], :: max(1, scales.block[1] // run)]
-            array = np.ascontiguousarray(array).astype(DTYPES[files.dtype(scales.name)])
-            yield dataclasses.replace(part.tensor, name=scales.name), array
+            yield dataclasses.replace(part.tensor, name=scales.name), np.ascontiguousarray(array)
+
+
+def on_disk(part: Part, array: np.ndarray, dtype: str) -> np.ndarray:
+    """What the disk has of a tensor of `write`, whose dtype on disk is ``dtype``."""
+    return np.ascontiguousarray(part.layout.write(array.reshape(part.shape)).astype(DTYPES[dtype], copy=False))
 
 
 def _divided(entry: Entry, array: np.ndarray, inputs: int) -> list[np.ndarray]:
@@ -340,35 +516,43 @@ class Form:
         columns: Inputs that share a scale; 0 for all of a row.
         scale: Dtype of its scales.
         has_factor: Whether each row has a factor, too.
+        has_zero: Whether each scale has a zero point.
     """
 
     values: str
     columns: int
     scale: str
     has_factor: bool = False
+    has_zero: bool = False
 
     def abstract(self, shape: tuple[int, ...]) -> QuantizedWeight:
         """A weight of ``shape`` in this form, of shape structs."""
         *rows, size = shape
-        is_coded = self.values in CODES
+        is_coded, runs = self.values in CODES, (*rows, size // math.gcd(size, self.columns))
         arrays = {self.values: ((*rows, size // 2), "uint8")} if is_coded else {"values": (shape, self.values)}
-        arrays["scale"] = (*rows, size // math.gcd(size, self.columns)), self.scale
+        arrays["scale"] = runs, self.scale
+        if self.has_zero:
+            arrays["zero"] = runs, "int8"
         if self.has_factor:
             arrays["factor"] = (*rows, 1), "float32"
         return QuantizedWeight.of({name: jax.ShapeDtypeStruct(*array) for name, array in arrays.items()})
 
 
-# Of NVFP4, in both dialects.
-OF_NVFP4 = Form("e2m1", GROUP, "float8_e4m3fn", has_factor=True)
-
-
 def form(parts: Sequence[Stored], files: Tensors) -> Form:
     """The form of a parameter as it is loaded."""
-    if parts[0].kind == NVFP4:
-        return OF_NVFP4
     scales = [part.scales["scale"] for part in parts]
-    dtype = np.result_type(*(DTYPES[files.dtype(s.name)] for s in scales))
-    return Form("float8_e4m3fn", math.gcd(*(s.block[1] for s in scales)), dtype.name)
+    dtypes = {BFLOAT16 if isinstance(s.layout, Exponents) else DTYPES[files.dtype(s.name)] for s in scales}
+    return Form(
+        _values(parts[0].kind),
+        math.gcd(*(s.block[1] for s in scales)),
+        np.result_type(*dtypes).name,
+        has_factor=not parts[0].scales.keys().isdisjoint(("factor", "divisor")),
+        has_zero="zero" in parts[0].scales,
+    )
+
+
+def _values(kind: str) -> str:
+    return CODES_OF.get(kind) or DTYPES_OF[kind]
 
 
 def claimed_form(entry: Entry, quantization: Quantization) -> Form | None:
@@ -377,7 +561,13 @@ def claimed_form(entry: Entry, quantization: Quantization) -> Form | None:
     claim = claims.pop() if len(claims) == 1 else None
     if claim is None:
         return None
+    values = _values(claim.kind)
     if claim.kind == NVFP4:
-        return OF_NVFP4
-    # Scales of published checkpoints in blocks are bfloat16.
-    return Form("float8_e4m3fn", claim.block[1], "bfloat16") if claim.block else Form("float8_e4m3fn", 0, "float32")
+        return Form(values, GROUP, "float8_e4m3fn", has_factor=True)
+    if claim.kind == MXFP4:
+        return Form(values, MX_GROUP, "bfloat16")
+    if claim.packing != COMPRESSED:
+        return Form(values, claim.block[1] if claim.block else 0, "float16", has_zero=not claim.is_symmetric)
+    # Scales of published checkpoints in blocks and groups are bfloat16.
+    dtype = "bfloat16" if claim.block or claim.kind != FP8 else "float32"
+    return Form(values, claim.block[1] if claim.block else 0, dtype, has_zero=not claim.is_symmetric)

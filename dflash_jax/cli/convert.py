@@ -1,4 +1,4 @@
-"""Converts checkpoints: Hugging Face to Orbax and back, and GGUF to Hugging Face.
+"""Converts checkpoints: Hugging Face to Orbax and back, GGUF to Hugging Face, and weights to four bits.
 
 `LLM` and the command lines read the results as they read the sources.
 """
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_jax import progress
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantization import FOUR_BITS, QUANTIZE
 from dflash_jax.options.option import option
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.process import exit_code
@@ -102,7 +102,37 @@ class GgufToHf:
         return 0
 
 
-CONVERSIONS = {"hf-to-orbax": HfToOrbax, "orbax-to-hf": OrbaxToHf, "gguf-to-hf": GgufToHf}
+@dataclass(frozen=True)
+class Quantize:
+    """A Hugging Face directory of a target with its large matrices in four bits, in compressed-tensors' format.
+
+    They have the numbers that --quantize has on loading. Head, router, norms, MTP head and vision tower stay as they
+    are.
+    """
+
+    src: str = _path("directory or repo id of a target", "SRC", flag="src")
+    dst: str = _path(_DIRECTORY, "DST", flag="dst")
+    to: str = option("nvfp4", "as for --quantize of dflash generate", choices=FOUR_BITS)
+    max_shard_size: float = option(2.0, "of a file", "GB")
+    revision: str | None = option(None, "branch, tag or commit of the repo", "REV")
+    download_dir: str | None = option(None, "where repos are kept (default: Hugging Face's cache)", "DIR")
+
+    def run(self) -> int:
+        """Converts: the exit code."""
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        from dflash_jax.checkpoint.export import quantize_to_hf
+        from dflash_jax.checkpoint.hub import resolve
+
+        directory = resolve(self.src, self.revision, self.download_dir)
+        size = int(self.max_shard_size * 1e9)
+        count = quantize_to_hf(directory, Path(self.dst), self.to, size, bar_of_tensors)
+        print(f"{self.dst}: {count:,} matrices in {self.to}")
+        return 0
+
+
+CONVERSIONS = {"hf-to-orbax": HfToOrbax, "orbax-to-hf": OrbaxToHf, "gguf-to-hf": GgufToHf, "quantize": Quantize}
 
 
 def make_parser() -> Parser:

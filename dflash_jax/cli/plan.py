@@ -10,6 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from dflash_jax.argument_checks import suggestion
 from dflash_jax.cli.plan_changes import Change, Request, changes
@@ -296,10 +297,13 @@ def run(args) -> int:
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
+    from dflash_jax.checkpoint.config_files import read_raw
+    from dflash_jax.checkpoint.quantization import without_format
     from dflash_jax.parallel.sharding import Layout
 
     options = system.options if system else {}
-    shapes = read_shapes(target, draft, overrides=args.hf_overrides or options.get("hf_overrides"))
+    overrides = args.hf_overrides or options.get("hf_overrides")
+    shapes = read_shapes(target, draft, overrides=overrides)
     shapes = replace(shapes, language_model_only=args.language_model_only)
     if args.max_len > shapes.target.max_positions:
         raise InputError(f"max_len is {args.max_len}: the model has {shapes.target.max_positions} positions")
@@ -327,7 +331,7 @@ def run(args) -> int:
             args.context or min(2048, args.max_len),
             acceptance_length,
             block,
-            args.quantize or options.get("quantize"),
+            without_format(args.quantize or options.get("quantize"), read_raw(Path(target), overrides), Path(target)),
             args.draft_window_size or options.get("draft_window_size"),
             has_fp8_caches(args.kv_cache_dtype or options.get("kv_cache_dtype"), dtype),
         )

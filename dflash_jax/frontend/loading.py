@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
 from dflash_jax.checkpoint import smollm2
-from dflash_jax.checkpoint.config_files import published_drafters
+from dflash_jax.checkpoint.config_files import published_drafters, read_raw
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     DRAFT_TOKENS,
@@ -30,6 +30,7 @@ from dflash_jax.checkpoint.load import (
     read_kv_scales,
 )
 from dflash_jax.checkpoint.parameters import cast
+from dflash_jax.checkpoint.quantization import without_format
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import read_chat_template
@@ -214,18 +215,16 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     """Loads the weights: (target, drafters)."""
     dtype = DTYPES[given.dtype_name]
     directory, overrides = checkpoint.directory, given.hf_overrides
-    target = load_target(directory, dtype, given.layout, given.quantize, backend, overrides)
+    quantize = without_format(given.quantize, read_raw(directory, overrides), directory)
+    target = load_target(directory, dtype, given.layout, quantize, backend, overrides)
     if given.has_fp8_caches:
         target = with_fp8_caches(target, read_kv_scales(directory, checkpoint.config, overrides))
     target = packed(target, given.dtype_name)
-    if reason := backend.no_triton_for({x.dtype for x in jax.tree.leaves(target)}):
-        log.warning("products of weights without Triton kernels: %s", reason)
     drafters: list[Drafting] = []
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
         if isinstance(draft, Path):
             overrides = _overrides(given, draft, directory)
-            norm, quantize = target.norm.weight[...], given.quantize
-            options = (checkpoint.config, given.layout, backend, quantize, overrides, norm)
+            options = (checkpoint.config, given.layout, backend, quantize, overrides, target.norm.weight[...])
             drafter = load_drafter(draft, dtype, *options)
             if isinstance(drafter, Mtp):
                 check_copies(draft, directory)

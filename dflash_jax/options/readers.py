@@ -84,7 +84,7 @@ def one_of(values: dict[str, T], fault: str) -> Callable[[str], T]:
     return read
 
 
-# The methods of vLLM and SGLang. Those that read checkpoints of another layout are refused.
+# The methods of vLLM and SGLang: of loading, and formats of checkpoints, by which loading is checked.
 quantization = one_of(
     {
         "none": None,
@@ -93,8 +93,13 @@ quantization = one_of(
         "int8": "int8",
         "w8a8_int8": "int8",
         "bitsandbytes_int8": "int8",
+        **dict.fromkeys(("awq", "awq_marlin"), "awq"),
+        **dict.fromkeys(("gptq", "gptq_marlin"), "gptq"),
+        **dict.fromkeys(("auto-round", "auto_round", "inc"), "auto-round"),
+        "compressed-tensors": "compressed-tensors",
+        **dict.fromkeys(("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt"),
     },
-    " is not supported: fp8 and int8 are",
+    ": it must be fp8 or int8, or the checkpoint's format: awq, gptq, auto-round, compressed-tensors or modelopt",
 )
 # Methods of drafting by the names of vLLM and SGLang, whose EAGLE without a drafter is the target's MTP head.
 METHODS = {"dflash": "dflash", "mtp": "mtp", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_jax.argument_checks import wrong
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantization import FORMATS, QUANTIZE
 from dflash_jax.engine.config import BATCH_SIZES, BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
@@ -61,8 +61,8 @@ class LLMOptions:
     quantize: str | None = _models(
         None,
         "quantize the target on loading (int4: in groups of 32 inputs, or 64, 128); none: a checkpoint in few bits, "
-        "which otherwise stays so, becomes --dtype",
-        choices=QUANTIZE,
+        "which otherwise stays so, becomes --dtype; the name of a format: its checkpoint must have it",
+        choices=(*QUANTIZE, *FORMATS),
         aliases=Alias("--quantization -q", readers.quantization),
     )
     kv_cache_dtype: str | None = _models(

@@ -133,9 +133,10 @@ def test_config_asks_for_what_is_not_known(changes, parts, target_dir):
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "bitsandbytes", "bits": 4}, "bitsandbytes"),
+        ({"quant_method": "awq", "bits": 4}, "group_size is None"),
         ("gptq", "gptq"),
-        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "quant_algo is 'MXFP8'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "[128, 0]"),
     ],
 )

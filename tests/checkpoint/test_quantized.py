@@ -1,26 +1,29 @@
-"""Checkpoints in FP8 and NVFP4 as others publish them: the numbers, the configuration, damage. Meshes: tests/mesh."""
+"""Checkpoints in few bits as others publish them: the numbers, the configuration, damage. Meshes: tests/mesh."""
 
 import json
 import shutil
 import time
+from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.checkpoint import orbax, quantization, quantized
+from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
-from dflash_jax.checkpoint.files import TensorFiles, Tensors
+from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
 from dflash_jax.checkpoint.load import load_target, open_any, open_target, read_kv_scales
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models import families
 from dflash_jax.models.config import AttentionSpec
-from dflash_jax.models.families import qwen3_5
-from dflash_jax.models.families.names import same
+from dflash_jax.models.families.names import Entry, rows_of, same, whole_tensors
 from dflash_jax.models.kv_scales import with_fp8_caches
 from dflash_jax.ops.weights import QuantizedWeight, is_weight
 from dflash_jax.parallel.devices import DEVICES
@@ -36,6 +39,7 @@ TARGET = TARGET_JSON | SIZES | {"layer_types": ["linear_attention", "full_attent
 PER_EXPERT = ("model.layers.0.mlp.experts.0.",)
 Q = "model.layers.1.self_attn.q_proj"
 KV = "model.layers.1.self_attn.{}"
+CONVERTED = ("fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed")
 UP = "model.layers.1.mlp.shared_expert.up_proj"
 
 
@@ -47,12 +51,25 @@ def weights(module) -> dict[str, np.ndarray]:
     return {path: np.asarray(x, np.float32) for path, x in zip(paths, dense, strict=True)}
 
 
-def save_in(form: str, path, is_fused: bool = False) -> dict[str, np.ndarray]:
+# Of other families. One has experts in one of its layers, and layers that share tensors on disk.
+PLAIN = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+PLAIN |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+OTHERS = {
+    "qwen3": PLAIN | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": PLAIN | SPARSE | {"model_type": "qwen3_moe"},
+    "qwen3_next": TARGET | {"model_type": "qwen3_next"},
+    "qwen3_5": {k: v for k, v in TARGET.items() if "exper" not in k and k != "moe_intermediate_size"}
+    | {"model_type": "qwen3_5_text", "intermediate_size": 96},
+}
+
+
+def save_in(form: str, path, is_fused: bool = False, raw: dict = TARGET) -> dict[str, np.ndarray]:
     """Writes a random target with its large matrices in few bits; path → what each parameter stands for."""
-    target, rng = random_decoder(families.read_target(TARGET), 1), np.random.default_rng(0)
+    target, rng = random_decoder(families.read_target(raw), 1), np.random.default_rng(0)
     leaves = dict(zip(parameter_paths(target), map(np.asarray, jax.tree.leaves(target)), strict=True))
     tensors, expected = {}, {}
-    for entry in qwen3_5.weight_names(target.config, () if is_fused else PER_EXPERT):
+    for entry in families.target_family(raw).weight_names(target.config, () if is_fused else PER_EXPERT):
         parts = dict(zip((t.name for t in entry.tensors), entry.write(leaves[entry.path]), strict=True))
         is_large = entry.path.rsplit(".", 1)[-1] in QUANTIZED or (form == "mixed" and entry.path == "head")
         for name, part in parts.items():
@@ -64,7 +81,7 @@ def save_in(form: str, path, is_fused: bool = False) -> dict[str, np.ndarray]:
         tensors |= few_bits.unused(tensors)
     path.mkdir(exist_ok=True)
     save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(TARGET | {"quantization_config": few_bits.config(form)}))
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": few_bits.config(form)}))
     return expected
 
 
@@ -72,7 +89,7 @@ def save_in(form: str, path, is_fused: bool = False) -> dict[str, np.ndarray]:
 def sources(tmp_path_factory):
     """Form → (directory, what each parameter stands for)."""
     path = tmp_path_factory.mktemp("few bits")
-    forms = ("fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed")
+    forms = (*CONVERTED, "int4 asymmetric", "gptq", "awq", "mxfp4")
     return {form: (path / form.replace(" ", "_"), save_in(form, path / form.replace(" ", "_"))) for form in forms}
 
 
@@ -122,7 +139,7 @@ class Few(Tensors):
         return len(self._tensors)
 
     def dtype(self, name):
-        return {"uint8": "U8", "float8_e4m3fn": "F8_E4M3", "float32": "F32"}[self._tensors[name].dtype.name]
+        return next(kind for kind, dtype in DTYPES.items() if dtype == self._tensors[name].dtype)
 
     def read(self, name):
         return self._tensors[name]
@@ -135,12 +152,103 @@ def test_worked_values_of_nvfp4(dialect, whole):
     assert few_bits.unpacked(packed)[0, :2].tolist() == [4, -1.5]
     names = {"modelopt": ("x.weight", "_scale_2"), "compressed": ("x.weight_packed", "_global_scale")}[dialect]
     tensors = {names[0]: packed, "x.weight_scale": scale, f"x.weight{names[1]}": np.float32([whole]).reshape(1)}
-    form, entry = few_bits.config(f"nvfp4 {dialect}"), same("x", (1, 16), "x.weight")
-    files = Few(tensors)
-    parts = quantized.stored_of(entry, files, quantization.read({"quantization_config": form}, TINY))
-    found = QuantizedWeight.of(quantized.without_divisor(quantized.read(entry, parts, files), is_exact=False))
+    found = read_one(tensors, (1, 16), few_bits.config(f"nvfp4 {dialect}"))
     np.testing.assert_allclose(found.dense(np.float32)[0, :2], [0.06, -0.0225], rtol=1e-6)
     np.testing.assert_array_equal(found.values, packed)
+
+
+def read_one(tensors: dict[str, np.ndarray], shape: tuple[int, int], form: dict) -> QuantizedWeight:
+    """The weight of one module x; its tensors are written again, to the byte."""
+    entry, files = same("x", shape, "x.weight"), Few(tensors)
+    parts = quantized.stored_of(entry, files, quantization.read({"quantization_config": form}, TINY))
+    assert not [problem for part in parts for problem in part.problems(files)]
+    arrays = quantized.read(entry, parts, files)
+    places = {part.name: part for part in parts[0].parts}
+    for tensor, array in quantized.write(entry, parts, arrays):
+        again = quantized.on_disk(places[tensor.name], array, files.dtype(tensor.name))
+        assert again.tobytes() == tensors[tensor.name].tobytes(), tensor.name
+    assert places.keys() | {part.name for part in parts[0].constants.values()} == tensors.keys()
+    return QuantizedWeight.of(quantized.without_divisor(arrays, is_exact=False))
+
+
+def column(word: int) -> np.ndarray:
+    return np.uint32([[word]]).view(np.int32)
+
+
+def test_worked_values_of_words():
+    """0x76543210 is -8 to -1; GPTQ's first version stores 7 for a zero of 8; AWQ's 0x75316420 is outputs 0 to 7."""
+    one, half = np.ones((1, 1), np.float16), np.full((1, 1), 0.5, np.float16)
+    shape = np.int64([1, 8])
+    tensors = {"x.weight_packed": column(0x76543210), "x.weight_scale": one, "x.weight_shape": shape}
+    form = few_bits.config("int4 channel")
+    np.testing.assert_array_equal(read_one(tensors, (1, 8), form).dense(np.float32), [np.arange(-8, 0)])
+    for version, zero, is_symmetric in (
+        ("gptq", 7, True),
+        ("gptq", 7, False),
+        ("gptq_v2", 8, False),
+        ("gptq", 15, False),
+    ):
+        form = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": is_symmetric, "checkpoint_format": version}
+        tensors = {
+            "x.qweight": column(0xA).repeat(8, 1),
+            "x.qzeros": column(0x11111111 * zero),
+            "x.scales": half.repeat(8, 1),
+        }
+        found = read_one(tensors, (8, 8), form)
+        # A stored 15 is a zero of 0.
+        assert found.dense(np.float32)[0, 0] == (1.0 if zero != 15 else 5.0)
+        assert (found.zero is None) == is_symmetric
+    form = {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "GEMM"}
+    tensors = {"x.qweight": column(0x75316420).repeat(2, 0), "x.qzeros": column(0), "x.scales": one.repeat(8, 1)}
+    np.testing.assert_array_equal(read_one(tensors, (8, 2), form).dense(np.float32)[:, 0], np.arange(8))
+    exponents = {"x.weight_packed": np.full((1, 16), 0xB6, np.uint8), "x.weight_scale": np.uint8([[126]])}
+    found = read_one(exponents, (1, 32), few_bits.config("mxfp4")).dense(np.float32)
+    np.testing.assert_array_equal(found[0, :2], [2, -0.75])
+
+
+GOLDEN = json.loads((Path(__file__).parent / "compressed_tensors.json").read_text())
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_weights_of_compressed_tensors_are_what_it_decompresses(name):
+    """What version 0.20 of the package wrote, and what it read again with float32 scales."""
+    dtypes = {"bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": few_bits.FLOAT8}
+    case = GOLDEN[name]
+    tensors = {f"x.{n}": np.array(x, dtypes.get(dtype, dtype)) for n, (dtype, x) in case["tensors"].items()}
+    groups = {"group_0": {"targets": ["Linear"], "weights": case["weights"]}}
+    form = {"quant_method": "compressed-tensors", "config_groups": groups}
+    expected = np.array(case["expected"], np.float32)
+    np.testing.assert_array_equal(read_one(tensors, expected.shape, form).dense(np.float32), expected)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    bits=st.sampled_from([4, 8]),
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 20),
+    layout=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+    lead=st.sampled_from([(), (2,)]),
+    seed=st.integers(0, 99),
+)
+def test_words_go_there_and_back(bits, rows, columns, layout, lead, seed):
+    of_outputs, is_transposed, is_zero, is_ordered = layout
+    order = words.AWQ_ORDER if is_ordered and bits == 4 and of_outputs else ()
+    less = int(is_zero and is_transposed)
+    made = words.Words(bits, of_outputs, is_transposed, order, less, is_zero)
+    integers = np.random.default_rng(seed).integers(0, 256, (*lead, rows, columns), np.uint8)
+    if is_zero or bits == 8:
+        integers = ((integers & np.uint8(2**bits - 1)) - np.uint8(2 ** (bits - 1))).view(np.int8)
+    disk = made.write(integers)
+    assert (disk.dtype, disk.shape) == (np.int32, made.disk_shape(integers.shape))
+    np.testing.assert_array_equal(made.read(disk, integers.shape), integers)
+
+
+def test_every_power_of_two_is_exact():
+    exponents = np.arange(255, dtype=np.uint8)[None]
+    found = words.Exponents().read(exponents, exponents.shape)
+    np.testing.assert_array_equal(found.astype(np.float64), 2.0 ** (exponents.astype(np.float64) - 127))
+    np.testing.assert_array_equal(words.Exponents().write(found), exponents)
+    assert np.isnan(words.Exponents().read(np.uint8([255]), (1,)).astype(np.float32))
 
 
 def test_every_code_and_every_scale_has_its_value():
@@ -155,12 +263,45 @@ def test_every_code_and_every_scale_has_its_value():
 
 
 @pytest.mark.parametrize("form", few_bits.FORMS)
-def test_stacked_experts_are_read(form, tmp_path):
-    expected = save_in(form, tmp_path, is_fused=True)
+def test_every_form_is_read(form, tmp_path):
+    """With stacked experts, where the form has them."""
+    expected = save_in(form, tmp_path, is_fused=form not in few_bits.PACKED)
     found = load_target(tmp_path)
     assert isinstance(found.layers[0].ffn.gate_up[...], QuantizedWeight)
     for path, weight in weights(found).items():
         check_equal(form, weight, expected[path], path)
+
+
+@pytest.mark.parametrize("form", ["int4 asymmetric", "gptq asymmetric", "awq", "mxfp4"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_is_read(family, form, tmp_path):
+    expected = save_in(form, tmp_path, raw=OTHERS[family])
+    target = load_target(tmp_path)
+    for path, weight in weights(target).items():
+        check_equal(form, weight, expected[path], path)
+    assert all(w.code for w in jax.tree.leaves(target, is_leaf=is_weight) if isinstance(w, QuantizedWeight))
+    assert sum(isinstance(w, QuantizedWeight) for w in jax.tree.leaves(target, is_leaf=is_weight)) > 5
+
+
+@pytest.mark.parametrize("form", ["gptq asymmetric", "gptq eight", "awq", "int4 asymmetric", "int8 asymmetric"])
+def test_parameters_may_be_rows_of_one_tensor(form):
+    """Of words of several outputs, too, which no parameter has for itself."""
+    weight = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
+    tensors, expected = few_bits.integers(form, "x.weight", weight, np.random.default_rng(1))
+    files, found = Few(tensors), quantization.read({"quantization_config": few_bits.config(form)}, TINY)
+    written, places = [], {}
+    for tensor in rows_of("x.weight", (12, 3, 33), 64):
+        entry = Entry("q", tensor.shape, (tensor,))
+        parts = quantized.stored_of(entry, files, found)
+        arrays = quantized.read(entry, parts, files)
+        rows = slice(tensor.first, tensor.first + tensor.shape[0])
+        np.testing.assert_array_equal(QuantizedWeight.of(arrays).dense(np.float32), expected[rows])
+        written += quantized.write(entry, parts, arrays)
+        places |= {part.name: part for part in parts[0].parts}
+    whole = dict(whole_tensors(written))
+    assert whole.keys() == places.keys()
+    for name, array in whole.items():
+        assert quantized.on_disk(places[name], array, files.dtype(name)).tobytes() == tensors[name].tobytes(), name
 
 
 def test_what_is_not_in_few_bits_is_read_as_it_is(sources):
@@ -186,9 +327,22 @@ def test_drafting_changes_no_token_of_a_target_in_few_bits(tmp_path):
         few |= few_bits.fp8(name, tensors.pop(name).astype(np.float32), rng, "channel")[0]
     save_file(tensors | few, directory / "model.safetensors")
     change_config(directory, quantization_config=few_bits.config("fp8 channel"))
-    llm, params = LLM(directory, TINY / "draft"), SamplingParams(max_tokens=24, ignore_eos=True)
+    llm = LLM(directory, TINY / "draft", quantize="compressed-tensors")
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
     (plain,), (drafted,) = (llm.generate(["def f("], params, block_size=n) for n in (1, 8))
     assert drafted.token_ids == plain.token_ids
+
+
+def test_the_name_of_a_format_must_be_that_of_the_checkpoint():
+    """vLLM's and SGLang's ``--quantization``, which changes nothing here."""
+    for form, name in (("gptq", "gptq"), ("awq", "awq"), ("mixed", "modelopt"), ("mxfp4 modelopt", "auto-round")):
+        raw = {"quantization_config": few_bits.config(form)}
+        assert quantization.without_format(name, raw, TINY) is None
+        with pytest.raises(InputError, match=r"quantize is 'compressed-tensors': .* is quantized by"):
+            quantization.without_format("compressed-tensors", raw, TINY)
+    with pytest.raises(InputError, match=r"quantize is 'awq': .* is not quantized"):
+        LLM(quantize="awq")
+    assert [quantization.without_format(name, {}, TINY) for name in (None, "fp8")] == [None, "fp8"]
 
 
 # Plans, logs, conversions.
@@ -279,9 +433,12 @@ def test_modelopts_own_file_stands_for_the_configs_entry(copied, caplog):
     assert read_shapes(str(path), None).forms.not_used(has_fp8_caches=False) == asked
 
 
-@pytest.mark.parametrize("form", ["fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed"])
-def test_conversions_keep_every_byte(form, sources, tmp_path):
-    source, expected = sources[form]
+@pytest.mark.parametrize(
+    "form", [*CONVERTED, "int4 asymmetric", "int8 naive", "gptq asymmetric", "gptq eight", "awq", "mxfp8"]
+)
+def test_conversions_keep_every_byte(form, tmp_path):
+    source = tmp_path / "source"
+    expected = save_in(form, source)
     opened, module = open_any(source)
     orbax.convert(opened, module, source, tmp_path / "o", ONE_DEVICE, {"dtype": None, "quantize": None}, lambda x: x)
     for path, weight in weights(load_target(tmp_path / "o")).items():
@@ -297,6 +454,8 @@ def test_conversions_keep_every_byte(form, sources, tmp_path):
 # Damage.
 
 NAN, MINUS = np.uint8(0x7F), np.uint8(0xB8)
+# The group of each input, two of which changed places.
+ORDER = np.int32([1, *[0] * 31, 0, *[1] * 31])
 
 
 DAMAGE = [
@@ -320,6 +479,32 @@ DAMAGE = [
     ("nvfp4 compressed", {f"{Q}.weight_packed": np.zeros((160, 32), np.int32)}, ["dtype I32, it must be U8"]),
     ("nvfp4 modelopt", {f"{Q}.pre_quant_scale": np.ones(64, np.float32)}, [f"unexpected '{Q}.pre_quant_scale'"]),
     ("nvfp4 modelopt", {"model.norm.weight": np.ones(64, np.uint8)}, ["dtype U8", "floating-point"]),
+    ("int4 asymmetric", {f"{Q}.weight_zero_point": None}, [f"missing '{Q}.weight_zero_point' [20, 2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_shape": None}, [f"missing '{Q}.weight_shape' [2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_shape": np.int64([160, 63])}, ["begins with [160, 63]: it must be [160, 64]"]),
+    ("int4 asymmetric", {f"{Q}.weight_packed": np.zeros((160, 7), np.int32)}, ["[160, 7], it must be [160, 8]"]),
+    ("int4 asymmetric", {f"{Q}.weight_packed": np.zeros((160, 8), np.float32)}, ["is NVFP4 by its tensors"]),
+    ("int4 asymmetric", {f"{Q}.weight_scale": np.ones((160, 1), np.float32)}, ["[160, 1], it must be [160, 2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_zero_point": np.ones((160, 2), np.int8)}, ["[160, 2], it must be [20, 2]"]),
+    ("int4 asymmetric", {f"{Q}.weight_g_idx": ORDER}, ["begins with [1, 0, 0, 0]: it must be 2 groups in order"]),
+    ("int4 asymmetric", {f"{Q}.weight_g_idx": np.zeros(64, np.float32)}, ["dtype F32, it must be I32 or I64"]),
+    ("gptq", {f"{Q}.g_idx": ORDER}, [f"'{Q}.g_idx' begins with [1, 0, 0, 0]", "act-order"]),
+    ("gptq", {f"{Q}.g_idx": np.full(64, 2**31 - 1, np.int32)}, ["groups in order"]),
+    ("gptq", {f"{Q}.g_idx": np.zeros(63, np.int32)}, ["[63], it must be [64]"]),
+    ("gptq", {f"{Q}.qzeros": np.full((2, 20), 0x66666666, np.int32)}, [f"'{Q}.qzeros'", "middle of the codes"]),
+    ("gptq", {f"{Q}.scales": np.full((2, 160), np.nan, np.float16)}, [f"'{Q}.scales'", "not finite"]),
+    ("gptq", {f"{Q}.scales": np.full((2, 160), np.inf, np.float16)}, [f"'{Q}.scales'", "not finite"]),
+    ("gptq", {f"{Q}.scales": None}, [f"missing '{Q}.scales' [2, 160]"]),
+    ("gptq", {f"{Q}.scales": np.ones((160, 2), np.float16)}, ["[160, 2], it must be [2, 160]"]),
+    ("gptq", {f"{Q}.qweight": None}, [f"missing '{Q}.weight' [160, 64]"]),
+    ("gptq", {f"{Q}.qweight": np.zeros((16, 160), np.int32)}, ["is INT8 in", "INT4 of gptq by dynamic"]),
+    ("gptq", {f"{Q}.qweight": np.zeros(0, np.int32)}, ["has shape [0], it must be [8, 160]"]),
+    ("gptq", {f"{Q}.weight": np.zeros((160, 64), np.float32)}, [f"unexpected '{Q}.weight'"]),
+    ("awq", {f"{Q}.qzeros": None}, [f"missing '{Q}.qzeros' [2, 20]"]),
+    ("awq", {f"{Q}.qweight": np.zeros((8, 160), np.int32)}, ["[8, 160], it must be [64, 20]"]),
+    ("awq", {f"{Q}.qweight": np.zeros((64, 20), np.int64)}, ["dtype I64, it must be I32"]),
+    ("mxfp4", {f"{Q}.weight_scale": np.full((160, 2), 255, np.uint8)}, [f"'{Q}.weight_scale'", "not finite"]),
+    ("mxfp4", {f"{Q}.weight_scale": np.ones((160, 2), np.float32)}, ["is NVFP4 by its tensors, and MXFP4"]),
 ]
 
 
@@ -393,8 +578,8 @@ CONFIGS = [
     ("nvfp4 compressed", CT | {"ignore": ["re:" + "a" * 5000]}, ["5003 characters", "2000"]),
     (
         "nvfp4 compressed",
-        CT | {"config_groups": {"g": GROUP | {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}},
-        ["config_groups['g'].weights has 4 bits, type 'int'", "FP8 and NVFP4 are read here"],
+        CT | {"config_groups": {"g": GROUP | {"weights": {"num_bits": 3, "type": "int", "strategy": "channel"}}}},
+        ["config_groups['g'].weights has 3 bits, type 'int'", "FP8, NVFP4, MXFP4, INT4 and INT8 are read here"],
     ),
     (
         "nvfp4 compressed",
@@ -402,6 +587,120 @@ CONFIGS = [
         ["block_structure is None", "two sizes"],
     ),
 ]
+
+
+GPTQ, AWQ, INT = few_bits.config("gptq"), few_bits.config("awq"), few_bits.config("int4 asymmetric")
+WEIGHTS = INT["config_groups"]["group_0"]["weights"]
+
+
+def integers(**changes) -> dict:
+    return INT | {"config_groups": {"g": {"targets": ["Linear"], "weights": WEIGHTS | changes}}}
+
+
+CONFIGS += [
+    ("gptq", GPTQ | {"bits": 3}, ["bits is 3: 4 and 8 are read here"]),
+    ("gptq", GPTQ | {"bits": True}, ["bits is True"]),
+    ("gptq", GPTQ | {"bits": "4"}, ["bits is '4'"]),
+    ("gptq", GPTQ | {"group_size": 0}, ["group_size is 0: it must be a number of inputs, or -1 for a whole row"]),
+    ("gptq", GPTQ | {"group_size": 10**30}, ["group_size", "it must be a number of inputs"]),
+    ("gptq", GPTQ | {"group_size": 24}, ["has 64 inputs: they must be whole groups of 24"]),
+    ("gptq", GPTQ | {"sym": "yes"}, ["sym is 'yes': it must be true or false"]),
+    ("gptq", GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format is 'marlin': gptq and gptq_v2"]),
+    ("gptq", GPTQ | {"rotation": "hadamard"}, ["rotation is 'hadamard': it changes the numbers"]),
+    ("gptq", GPTQ | {"dynamic": {"-:.*self_attn.*": {}}}, [f"'{Q}' is INT4 in {Q}.qweight by its tensors, and not"]),
+    ("gptq", GPTQ | {"dynamic": {"+:.*q_proj": {"bits": 8}}}, ["INT8 of gptq by dynamic"]),
+    ("gptq", GPTQ | {"dynamic": {".*": {"bits": 2}}}, ["bits is 2"]),
+    ("gptq", GPTQ | {"dynamic": {"-:(?!x)": {}}}, ["dynamic has", "RE2"]),
+    ("gptq", GPTQ | {"dynamic": [1]}, ["dynamic is [1]: it must be an object"]),
+    ("gptq", GPTQ | {"modules_in_block_to_quantize": [["linear_attn", "mlp"]]}, [f"'{Q}' is INT4", "not quantized"]),
+    ("gptq", AWQ, ["must be"]),
+    ("gptq", CT, ["is INT4 in", "NVFP4 by config_groups"]),
+    ("awq", GPTQ | {"sym": False}, ["must be"]),
+    ("awq", AWQ | {"version": "gemv"}, ["version is 'gemv': AWQ's gemm is read here"]),
+    ("awq", AWQ | {"bits": 8}, ["bits is 8: 4 are read here"]),
+    ("awq", AWQ | {"modules_to_not_convert": ["self_attn"]}, [f"'{Q}' is INT4", "not quantized by modules_to_not"]),
+    ("awq", AWQ | {"modules_to_not_convert": [{}]}, ["modules_to_not_convert is [{}]: it must be a list of strings"]),
+    ("int4 asymmetric", integers(symmetric=1), ["weights.symmetric is 1: it must be true or false"]),
+    ("int4 asymmetric", integers(num_bits=2), ["weights has 2 bits, type 'int'"]),
+    ("int4 asymmetric", integers(num_bits=8), ["is INT4 by its tensors, and INT8 of compressed-tensors"]),
+    ("int4 asymmetric", integers(group_size=-32), ["group_size is -32"]),
+    (
+        "int4 asymmetric",
+        integers(actorder="group"),
+        ["missing 'model.layers.0.linear_attn.in_proj_qkv.weight_g_idx' [64]"],
+    ),
+    ("int4 asymmetric", integers(actorder="random"), ["actorder is 'random': it must be weight, group or null"]),
+    ("mxfp4", {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 6}, ["data_type is 'mx_fp' with 6 bits"]),
+    ("mxfp4", {"quant_method": "mxfp4"}, ["is quantized by 'mxfp4'"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "config"),
+    [
+        ("gptq", GPTQ | {"dynamic": {"-:.*mlp[.]gate.*": {}, "+:^model.*": {"group_size": 32}, ".*": {"bits": 8}}}),
+        # Symmetric weights have one middle, whatever version wrote the zero points.
+        ("gptq", GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True, "static_groups": True, "damp_percent": 0.1}),
+        ("gptq", GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn"], ["linear_attn", "mlp"]]}),
+        (
+            "gptq",
+            {"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "backend": "auto_round:gptq:exllamav2"},
+        ),
+        ("gptq", {"quant_method": "auto-round", "bits": 4, "group_size": 32, "block_name_to_quantize": "model.layers"}),
+        ("awq", AWQ | {"modules_to_not_convert": ["gate", "mlp.gate", "visual", "lm_head"], "w_bit": 4}),
+        (
+            "awq",
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:auto_awq",
+                "bits": 4,
+                "group_size": 32,
+                "sym": False,
+            },
+        ),
+        (
+            "int4 asymmetric",
+            integers(observer="mse", observer_kwargs={}, actorder="static", scale_dtype="torch.bfloat16"),
+        ),
+        (
+            "int4 asymmetric",
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:llm_compressor",
+                "bits": 16,
+                "sym": False,
+                "extra_config": {"model": {"bits": 4, "group_size": 32}, ".*gate$": {"bits": 16}},
+            },
+        ),
+        ("mxfp4", {"quant_method": "auto-round", "data_type": "mx_fp4", "bits": 4, "group_size": 32}),
+    ],
+)
+def test_keys_of_other_writers_and_hints_are_read(form, config, copied):
+    path = copied(form)
+    expected = weights(load_target(path))
+    change_config(path, quantization_config=config)
+    for name, weight in weights(load_target(path)).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("form", "config"), [("awq", AWQ | {"zero_point": False}), ("int4 asymmetric", integers(symmetric=True))]
+)
+def test_symmetric_weights_with_zero_points_are_refused(form, config, copied):
+    path = copied(form)
+    change_config(path, quantization_config=config)
+    refused(path, "down_proj.", "must be the middle of the codes")
+
+
+def test_the_version_of_gptq_changes_asymmetric_weights(tmp_path):
+    """AutoRound's own packing has no offset."""
+    save_in("gptq_v2 asymmetric", tmp_path)
+    expected = weights(load_target(tmp_path))
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
+    for packing, is_same in (("auto_round", True), ("auto_round:gptqmodel", True), ("auto_round:auto_gptq", False)):
+        change_config(tmp_path, quantization_config=config | {"packing_format": packing})
+        found = weights(load_target(tmp_path))
+        assert np.array_equal(found["layers.1.mixer.q"], expected["layers.1.mixer.q"]) == is_same
 
 
 @pytest.mark.parametrize(("form", "config", "parts"), CONFIGS)
@@ -441,12 +740,20 @@ CATASTROPHIC = [
 
 
 def test_patterns_and_lists_of_any_length_end_soon(copied):
-    path = copied("nvfp4 compressed")
     many = [f"model.layers.{i}.mlp.gate" for i in range(200_000)]
-    started = time.process_time()
-    change_config(path, quantization_config=CT | {"ignore": [*CATASTROPHIC, *many]})
-    open_target(path)
-    assert time.process_time() - started < 10
+    patterns = {pattern.removeprefix("re:"): {} for pattern in CATASTROPHIC}
+    configs = {
+        "nvfp4 compressed": CT | {"ignore": [*CATASTROPHIC, *many]},
+        "gptq": GPTQ | {"dynamic": patterns, "extra_config": {name: {} for name in many}, **dict.fromkeys(many, 1)},
+        "awq": AWQ | {"modules_to_not_convert": [*patterns, [[many[:50_000]]]]},
+    }
+    for form, config in configs.items():
+        path = copied(form)
+        started = time.process_time()
+        change_config(path, quantization_config=config)
+        open_target(path)
+        assert time.process_time() - started < 10
+        shutil.rmtree(path)
 
 
 def test_too_many_patterns_are_refused_in_time(copied, monkeypatch):
@@ -458,7 +765,10 @@ def test_too_many_patterns_are_refused_in_time(copied, monkeypatch):
     assert time.process_time() - started < 10
 
 
-@pytest.mark.parametrize("form", ["nvfp4 modelopt", "fp8 block", "nvfp4 compressed", "mixed"])
+@pytest.mark.parametrize(
+    "form",
+    ["nvfp4 modelopt", "fp8 block", "nvfp4 compressed", "mixed", "int4 asymmetric", "gptq", "awq", "mxfp4 modelopt"],
+)
 def test_hostile_values_at_every_place_give_an_input_error_or_a_quantisation(form, tmp_path):
     messages = []
     for path, value, text in changed({"quantization_config": few_bits.config(form)}):

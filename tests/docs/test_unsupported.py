@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from dflash_jax import LLM, InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.options.serve import parse
+from tests import few_bits
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "unsupported.md").read_text(encoding="utf-8")
@@ -34,11 +35,14 @@ REQUESTS = (
     ("/v1/completions", {"prompt": "x", "n": 32}),
     ("/v1/completions", {"prompt": "x", "frobnicate": 1}),
 )
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT3 = {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 32}
 QUANTIZED = (
-    *({"quant_method": method, "bits": 4} for method in ("awq", "gptq", "bitsandbytes", "mxfp4")),
+    *({"quant_method": method, "bits": 4} for method in ("bitsandbytes", "mxfp4")),
+    {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
+    {"quant_method": "gptq", "bits": 3, "group_size": 32},
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"},
     {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"},
-    {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}}},
+    {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT3}}},
 )
 OTHER_DRAFTERS = ("lilicorr", "xpress", "domino")
 
@@ -69,6 +73,18 @@ def check_message(tmp_path, load) -> None:
 @pytest.mark.parametrize("quantization", QUANTIZED)
 def test_a_checkpoint_in_another_quantisation(tmp_path, quantization):
     directory = changed(tmp_path, "target", quantization_config=quantization)
+    check_message(tmp_path, lambda: LLM(directory))
+
+
+def test_gptq_with_another_order_of_inputs(tmp_path):
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    directory = changed(tmp_path, "target", quantization_config=config)
+    path, name = directory / "model.safetensors", "model.layers.3.self_attn.q_proj"
+    tensors = load_file(path)
+    weight = tensors.pop(f"{name}.weight").astype(np.float32)
+    tensors |= few_bits.stored("gptq", f"{name}.weight", weight, np.random.default_rng(0))[0]
+    tensors[f"{name}.g_idx"][[0, 32]] = 1, 0
+    save_file(tensors, path)
     check_message(tmp_path, lambda: LLM(directory))
 
 
@@ -132,5 +148,5 @@ def test_every_request_of_the_page_gets_its_status_and_message(server):
 
 
 def test_every_case_of_the_page_is_run():
-    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 9
+    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 10
     assert all(re.fullmatch(r"`.+`", cells[1]) for cells in rows("Checkpoints"))

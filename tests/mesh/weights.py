@@ -64,6 +64,11 @@ LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4, 8), repeat=3) if np.pro
 FEW = [Layout(tensor=2), Layout(tensor=8), Layout(expert=2, tensor=4), Layout(2, 2, 2)]
 LAYOUTS += [Layout(tensor=n) for n in (2, 3, 6)] + [Layout(expert=2), Layout(data=2, tensor=2), Layout(2, 2, 1)]
 EXPERTS = ("model.layers.0.mlp.experts.0.", "mtp.layers.0.mlp.experts.0.")
+# Of forms that have the same arrays here, one.
+OF_OTHERS = (
+    *(*few_bits.FP8, "nvfp4 modelopt", "nvfp4 compressed", "mixed"),
+    *("int4 asymmetric", "awq", "gptq eight", "mxfp4"),
+)
 # (dtype of the checkpoint, quantize)
 FORMS = [
     ("float32", None),
@@ -75,7 +80,7 @@ FORMS = [
     ("fp8", "int8"),
     ("float32", "int4"),
     ("float32", "nvfp4"),
-    *((form, None) for form in few_bits.FORMS),
+    *((form, None) for form in OF_OTHERS),
     ("mixed", "none"),
 ]
 KINDS = ("target", "head", "drafter")
@@ -109,7 +114,7 @@ def in_blocks(weight: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray, np.ndarr
 def sources(tmp_path_factory):
     """(dtype, kind) → (directory, the parameters in float32 by path)."""
     path, found = tmp_path_factory.mktemp("sources"), {}
-    for dtype in ("float32", "bfloat16", "fp8", *few_bits.FORMS):
+    for dtype in ("float32", "bfloat16", "fp8", *OF_OTHERS):
         rng = np.random.default_rng(0)
         tensors: dict[str, dict] = {"target": {}, "draft": {}}
         for kind, (module, entries) in modules().items():
@@ -121,7 +126,7 @@ def sources(tmp_path_factory):
                 if dtype == "fp8" and entry.path.rsplit(".", 1)[-1] in QUANTIZED:
                     for name, part in parts.items():
                         tensors[folder][name], tensors[folder][f"{name}_scale_inv"], parts[name] = in_blocks(part, rng)
-                elif dtype in few_bits.FORMS and is_in_few_bits(entry, dtype):
+                elif dtype in OF_OTHERS and is_in_few_bits(entry, dtype):
                     for name, part in parts.items():
                         found_part = few_bits.stored(dtype, name, part, rng)
                         if found_part is None:
@@ -142,7 +147,7 @@ def sources(tmp_path_factory):
             directory.mkdir(parents=True)
             if dtype == "fp8":
                 raw = raw | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
-            if dtype in few_bits.FORMS:
+            if dtype in OF_OTHERS:
                 raw = raw | {"quantization_config": few_bits.config(dtype)}
             if dtype == "mixed":
                 tensors[folder] |= few_bits.unused(tensors[folder])
@@ -363,8 +368,8 @@ REFUSED = [
     ({}, Layout(tensor=8, decode_context_parallel=8), None),
     ({}, Layout(tensor=2, decode_context_parallel=2), "fp8"),
     ({}, Layout(), "int4"),
-    ({"quant_method": "awq"}, Layout(tensor=2), None),
-    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, Layout(), None),
+    ({"quant_method": "awq", "bits": 3, "group_size": 32}, Layout(tensor=2), None),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, Layout(), None),
     ({"quant_method": "fp8", "weight_block_size": [BLOCK, 0]}, Layout(), "int8"),
 ]
 
