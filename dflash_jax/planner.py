@@ -198,7 +198,12 @@ def vision_parameters(target: "ModelConfig") -> int:
 
 
 def abstract_pair(
-    shapes: Shapes, layout: "Layout", dtype, quantize: str | None, backend: "Backend"
+    shapes: Shapes,
+    layout: "Layout",
+    dtype,
+    quantize: str | None,
+    backend: "Backend",
+    has_fp8_caches: bool = False,
 ) -> tuple["Decoder", "Drafter | Mtp | None"]:
     """Target and drafter (or None), with shapes for weights.
 
@@ -208,6 +213,7 @@ def abstract_pair(
         dtype: Dtype of the weights that are not quantized.
         quantize: As `load_target` and `load_drafter` take it.
         backend: The backend of the device.
+        has_fp8_caches: Whether keys and values are in FP8.
     """
     import jax
     import jax.numpy as jnp
@@ -215,6 +221,7 @@ def abstract_pair(
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.models.drafters import abstract_drafter
+    from dflash_jax.models.kv_scales import with_fp8_caches
     from dflash_jax.models.mtp_config import MtpConfig
 
     target = abstract_decoder(shapes.target, dtype, layout, backend)
@@ -226,7 +233,8 @@ def abstract_pair(
             ids, rows = (count,), (count, shapes.target.hidden_size)
             structs = jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(rows, dtype)
             drafter.vocabulary = jax.eval_shape(partial(DraftVocabulary, backend=backend), *structs)
-    return _as_loaded(target, layout, quantize, shapes.forms), drafter
+    target = _as_loaded(target, layout, quantize, shapes.forms)
+    return (with_fp8_caches(target), drafter and with_fp8_caches(drafter)) if has_fp8_caches else (target, drafter)
 
 
 def has_few_bits(quantize: str | None, forms: "Forms | None") -> bool:
@@ -265,7 +273,12 @@ def _as_loaded(module, layout: "Layout", quantize: str | None, forms: "Forms | N
 
 @lru_cache(maxsize=64)
 def _measure(
-    shapes: Shapes, layout: "Layout", dtype, quantize: str | None, draft_window_size: int | None
+    shapes: Shapes,
+    layout: "Layout",
+    dtype,
+    quantize: str | None,
+    draft_window_size: int | None,
+    has_fp8_caches: bool,
 ) -> tuple[Weights, Weights | None, Slot, float]:
     """What plans for several devices or lengths share.
 
@@ -275,7 +288,7 @@ def _measure(
     from dflash_jax.decoding.speculative import deferred_features
     from dflash_jax.ops.backend import XLA
 
-    target, drafter = abstract_pair(shapes, layout, dtype, quantize, XLA)
+    target, drafter = abstract_pair(shapes, layout, dtype, quantize, XLA, has_fp8_caches)
     draft_weights = weigh(drafter, layout) if drafter else None
     # Of several drafters other rounds keep more; a plan has one.
     kept = deferred_features(target, drafter, 1, 1)
@@ -297,6 +310,7 @@ def make_plan(
     block: int,
     quantize: str | None = None,
     draft_window_size: int | None = None,
+    has_fp8_caches: bool = False,
 ) -> dict:
     """Plans a system.
 
@@ -312,6 +326,7 @@ def make_plan(
         block: Block size of a round.
         quantize: As `load_target` takes it.
         draft_window_size: The last positions that the drafter sees; None: as its layers do.
+        has_fp8_caches: Whether keys and values are in FP8.
 
     Returns:
         The figures, as one JSON object; bytes are per device. ``not_used`` is what checkpoints in few bits have beside
@@ -329,7 +344,9 @@ def make_plan(
     from dflash_jax.engine.vision_encoder import workspace
 
     check_quantize(quantize)
-    weights, draft_weights, slot, deferred = _measure(shapes, layout, dtype, quantize, draft_window_size)
+    weights, draft_weights, slot, deferred = _measure(
+        shapes, layout, dtype, quantize, draft_window_size, has_fp8_caches
+    )
     drafting = draft_weights.total if draft_weights else 0.0
     vision_count = vision_parameters(shapes.target)
     # Every device has all of the tower.
@@ -393,7 +410,9 @@ def make_plan(
         "max_slots": max_batch * layout.data,
         "max_len": min(longest, shapes.target.max_positions),
         "replicated": {name: int(size) for name, size in replicated.items()},
-        "not_used": [text for forms in (shapes.forms, shapes.draft_forms) if forms for text in forms.not_used],
+        "not_used": [
+            text for forms in (shapes.forms, shapes.draft_forms) if forms for text in forms.not_used(has_fp8_caches)
+        ],
         "sequences": max(0, int(room // (slot.bytes(max_len, context) + rounds))) * layout.data,
         "floor_tokens_per_s": tokens_per_second(window, True) if draft_weights else plain,
         "floor_tokens_per_s_autoregressive": plain,

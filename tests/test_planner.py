@@ -67,6 +67,12 @@ def test_weight_and_cache_bytes_equal_a_calculation_by_hand():
     # 60 MiB of recurrent state, 1.4 MiB of convolution, tables of the vocabulary, rings of the drafter.
     fixed = found["bytes_per_device"]["cache_per_slot"] - 8192 * found["bytes_per_device"]["cache_per_token"]
     assert 60 * 2**20 < fixed < 160 * 2**20
+    # In FP8 a byte a number, and two scales for each of the target's ten layers of attention and two KV heads.
+    half = plan("qwen3.6-35b-a3b", has_fp8_caches=True)
+    assert half["bytes_per_device"]["cache_per_token"] == pytest.approx(10_240 + 2_048 + 12 + 16 * 4 / 256)
+    assert half["bytes_per_device"]["target"] == 2 * 34_660_610_688 + 10 * 2 * 2 * 4
+    assert half["parameters"] == found["parameters"]
+    assert half["floor_tokens_per_s"] > found["floor_tokens_per_s"]
     eight = plan("qwen3.6-35b-a3b-fp8")["bytes_per_device"]["target"]
     assert eight == pytest.approx(36.6e9, rel=0.02)
 

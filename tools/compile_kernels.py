@@ -78,7 +78,13 @@ def shapes_of(launch: Launch) -> dict:
 
 
 def launches(
-    config: str, mesh: str, card: Card, dtype: str = "bfloat16", quantize: str | None = None, shapes: bool = False
+    config: str,
+    mesh: str,
+    card: Card,
+    dtype: str = "bfloat16",
+    quantize: str | None = None,
+    shapes: bool = False,
+    has_fp8_caches: bool = False,
 ) -> list[dict]:
     """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
 
@@ -89,6 +95,7 @@ def launches(
         dtype: Dtype of the weights that are not quantized.
         quantize: As in `abstract_pair`.
         shapes: Whether each launch also has the `shapes_of` its first occurrence.
+        has_fp8_caches: As in `abstract_pair`.
     """
     import jax
     import jax.numpy as jnp
@@ -115,7 +122,8 @@ def launches(
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
-    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card, "all"))
+    backend = Backend.for_card(card, "all")
+    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, backend, has_fp8_caches)
     devices = layout.mesh(jax.devices()[: layout.devices])
     plain, drafting = Executables(target, None, devices), Executables(target, drafter, devices)
     with launching(record):

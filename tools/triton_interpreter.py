@@ -23,6 +23,8 @@ from dflash_jax.ops.kernels.triton.launch import Launch, launching
 
 # The backend of models and operations whose kernels are interpreted.
 INTERPRETED = Backend.for_card(HOPPER)
+# Dtypes that NumPy lacks, which are passed as their bits.
+BITS = {"float8_e4m3fn": np.uint8, "bfloat16": np.int16}
 # The interpreter keeps a program's number and its patches of Triton's language in module globals.
 _LOCK = threading.Lock()
 
@@ -49,9 +51,8 @@ def interpret(launch: Launch) -> list[np.ndarray]:
 def _to_torch(x):
     import torch
 
-    # Dtypes that NumPy lacks are passed as their bits.
     x = np.array(x)
-    for name, bits in (("float8_e4m3fn", np.uint8), ("bfloat16", np.int16)):
+    for name, bits in BITS.items():
         if x.dtype == jnp.dtype(name):
             return torch.from_numpy(x.view(bits)).view(getattr(torch, name))
     return torch.from_numpy(x)
@@ -60,7 +61,10 @@ def _to_torch(x):
 def _to_numpy(x) -> np.ndarray:
     import torch
 
-    return x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+    for name, bits in BITS.items():
+        if x.dtype == getattr(torch, name):
+            return x.view(getattr(torch, jnp.dtype(bits).name)).numpy().view(jnp.dtype(name))
+    return x.numpy()
 
 
 @contextmanager

@@ -45,18 +45,25 @@ class Forms:
     Attributes:
         parameters: Paths of the parameters in few bits, each with its form.
         unused: Its scales of activations, keys and values, which no pass uses.
-        caches: What its configuration says of keys and values, which stay in the model's dtype; None: nothing.
+        caches: What its configuration says of keys and values; None: nothing.
     """
 
     parameters: tuple[tuple[str, quantized.Form], ...] = ()
     unused: tuple[str, ...] = ()
     caches: str | None = None
 
-    @property
-    def not_used(self) -> list[str]:
-        """In words what the checkpoint has, or asks for, beside weights in few bits."""
+    def not_used(self, has_fp8_caches: bool) -> list[str]:
+        """In words what the checkpoint has, or asks for, beside weights in few bits.
+
+        Args:
+            has_fp8_caches: Whether keys and values are in FP8, which is what the checkpoint may ask for.
+        """
+        of_caches = [name for name in self.unused if quantized.is_of_caches(name)]
+        if has_fp8_caches:
+            return quantized.counted(set(self.unused) - set(of_caches))
         asked = [f"keys and values as {self.caches}"] if self.caches else []
-        return [*quantized.counted(self.unused), *asked]
+        hint = ["--kv-cache-dtype fp8 is off"] if asked or of_caches else []
+        return [*quantized.counted(self.unused), *asked, *hint]
 
 
 def _open(
@@ -89,7 +96,7 @@ def _open(
         raise InputError(
             f"{directory} does not fit its config.json, {len(problems)} tensors are wrong: {shown}", problems
         )
-    return Source(config, entries, files, skipped, stored, unused)
+    return Source(config, entries, files, skipped, stored, unused, form and form.caches)
 
 
 def fill(
@@ -116,8 +123,11 @@ def fill(
     by_path, mesh = {e.path: e for e in source.entries}, layout.mesh()
     if missing := [path for path in parameter_paths(module) if path not in by_path and path not in given]:
         raise InputError(f"the table of weight names lacks {len(missing)} parameters of the model, first {missing[0]}")
-    if source.unused:
-        log.info("not used, since only weights are in few bits: %s", ", ".join(quantized.counted(source.unused)))
+    if inputs := [name for name in source.unused if not quantized.is_of_caches(name)]:
+        log.info("not used, since only weights are in few bits: %s", ", ".join(quantized.counted(inputs)))
+    if source.caches or len(inputs) < len(source.unused):
+        said = source.caches or "numbers with scales"
+        log.info("the checkpoint asks for keys and values as %s: kv_cache_dtype 'fp8' has them in FP8", said)
     leaves, structure = jax.tree.flatten(module)
     arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:
@@ -224,6 +234,26 @@ def load_target(
         return orbax.load(module, directory, dtype, layout, quantize)
     source = open_target(directory, overrides)
     return fill(abstract_decoder(source.config, dtype, layout, backend), source, dtype, layout, quantize)
+
+
+def read_kv_scales(
+    directory: Path, config: ModelConfig | DraftConfig | MtpConfig, overrides: dict | None = None
+) -> dict[str, np.ndarray]:
+    """The scales of keys and values that a checkpoint has, for `kv_scales.with_fp8_caches`.
+
+    Args:
+        directory: A Hugging Face directory, or one of `orbax.convert`.
+        config: Its configuration.
+        overrides: As in `load_target`.
+
+    Raises:
+        InputError: A scale is no positive number, or there are others than one of a layer or one a KV head.
+    """
+    converted = orbax.is_orbax(directory)
+    names = quantized.plain_names(orbax.ConvertedTensors(directory) if converted else TensorFiles(directory))
+    files = orbax.ExtraTensors(directory) if converted else TensorFiles(directory)
+    raw = read_raw(directory, overrides)
+    return parsed(lambda _: quantized.kv_scales(_table(raw, config)(config, names), files), raw, directory)
 
 
 def open_tower(directory: str | Path, overrides: dict | None = None) -> Source[VisionConfig] | None:

@@ -46,6 +46,7 @@ class Source(Generic[C]):
         skipped: Tensors that the model does not use.
         stored: Path → how the tensors of a parameter are stored, of those in few bits.
         unused: Of ``skipped``, scales of activations, keys and values.
+        caches: What its configuration says of keys and values; None: nothing.
     """
 
     config: C
@@ -54,6 +55,7 @@ class Source(Generic[C]):
     skipped: list[str]
     stored: dict[str, tuple[quantized.Stored, ...]] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    caches: str | None = None
 
 
 def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sharding: NamedSharding):

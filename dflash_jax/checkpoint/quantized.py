@@ -345,6 +345,36 @@ def is_unused(name: str, weights: Collection[str]) -> bool:
     return any(name.endswith(f".{s}") and f"{name.removesuffix(s)}k_proj.weight" in weights for s in OF_CACHES)
 
 
+def kv_scales(entries: Iterable[Entry], files: Tensors) -> dict[str, np.ndarray]:
+    """The scales of keys and values among ``files``, float32 [1] or [K], by path, as ``layers.3.mixer.k_scale``.
+
+    Raises:
+        InputError: A scale is no positive number, or its shape is another one.
+    """
+    found = {}
+    for entry in entries:
+        what = entry.path.rpartition(".")[2]
+        if what not in ("k", "v") or not entry.tensors[0].name.endswith(f".{what}_proj.weight"):
+            continue
+        module = entry.tensors[0].name.removesuffix(f"{what}_proj.weight")
+        names = [name for s in OF_CACHES if s.endswith(f"{what}_scale") and (name := module + s) in files]
+        for name in names[:1]:
+            scales, heads = files.read(name).astype(np.float32).reshape(-1), entry.shape[0]
+            if len(scales) not in (1, heads):
+                raise InputError(
+                    f"{name!r} has shape {list(files[name])}: it must be one scale, or one a head, {heads}"
+                )
+            if not (np.isfinite(scales) & (scales > 0)).all():
+                raise InputError(f"tensor {name!r} has a scale that is no positive number: it must be above 0")
+            found[f"{entry.path}_scale"] = scales
+    return found
+
+
+def is_of_caches(name: str) -> bool:
+    """Whether a tensor that `is_unused` is a scale of keys or values."""
+    return not name.endswith(OF_INPUTS)
+
+
 def counted(unused: Iterable[str]) -> list[str]:
     """What `is_unused` found, in words: each kind and how many there are."""
     counts = Counter(name.rpartition(".")[2] for name in unused)

@@ -42,7 +42,18 @@ from dflash_jax.sampling_params import SamplingParams
 
 # Keywords of `LLM` that are flags here, and that a config may give.
 MODELS = (
-    *("target", "draft", "revision", "draft_revision", "download_dir", "hf_overrides", "dtype", "quantize", "mesh"),
+    *(
+        "target",
+        "draft",
+        "revision",
+        "draft_revision",
+        "download_dir",
+        "hf_overrides",
+        "dtype",
+        "quantize",
+        "kv_cache_dtype",
+        "mesh",
+    ),
     *("decode_context_parallel_size", "max_len", "max_block_size", "mem_fraction", "draft_tokens"),
 )
 
@@ -305,6 +316,7 @@ def run(argv: list[str]) -> int:
         llm.load()
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize, "kernels": args.kernels}
+        about |= {"kv_cache_dtype": args.kv_cache_dtype}
         about |= {"draft_tokens": drafted_tokens(llm)}
         # Systems has the only reference, so that one can make room for another.
         del llm

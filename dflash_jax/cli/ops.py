@@ -16,6 +16,7 @@ from dflash_jax.models.config import VisionConfig
 from dflash_jax.ops.card import Card
 from dflash_jax.options.generate import command_parser
 from dflash_jax.options.option import option
+from dflash_jax.options.shared import has_fp8_caches
 from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.devices import DEVICES, device_of_text
 from dflash_jax.planner import Shapes, abstract_pair, read_shapes
@@ -48,7 +49,7 @@ class OpsOptions:
     json: bool = option(False, "one JSON object a program, one a line")
 
 
-make_parser = partial(command_parser, "ops", __doc__, OpsOptions, ("kernels",))
+make_parser = partial(command_parser, "ops", __doc__, OpsOptions, ("kernels", "kv_cache_dtype"))
 
 
 def backend_for(device: str | None, kernels: str) -> "Backend":
@@ -76,7 +77,15 @@ def backend_for(device: str | None, kernels: str) -> "Backend":
     return Backend.for_card(card, kernels)
 
 
-def choices(shapes: Shapes, backend: "Backend", dtype, batch: int, prompt: int, quantize: str | None) -> Iterator:
+def choices(
+    shapes: Shapes,
+    backend: "Backend",
+    dtype,
+    batch: int,
+    prompt: int,
+    quantize: str | None,
+    has_fp8_caches: bool = False,
+) -> Iterator:
     """(program, its `Choice`s, each once in the order of the first)."""
     import jax
     import jax.numpy as jnp
@@ -89,7 +98,7 @@ def choices(shapes: Shapes, backend: "Backend", dtype, batch: int, prompt: int, 
 
     seen: list[Choice] = []
     backend = replace(backend, on_choice=seen.append)
-    target, drafter = abstract_pair(shapes, ONE_DEVICE, dtype, quantize, backend)
+    target, drafter = abstract_pair(shapes, ONE_DEVICE, dtype, quantize, backend, has_fp8_caches)
     if backend.has_cpp and dtype == jnp.float32:
         target, drafter = pack_weights(target), drafter and pack_weights(drafter)
     block = shapes.draft.block_size if shapes.draft is not None else 1
@@ -171,7 +180,8 @@ def run(args) -> int:
     shapes = read_shapes(str(system.shapes["target"]), None if draft is None else str(draft))
     backend = backend_for(args.device, args.kernels)
     dtype = jnp.dtype(args.dtype or ("float32" if backend.platform == "cpu" else "bfloat16"))
-    for name, found in choices(shapes, backend, dtype, args.batch, args.prompt, args.quantize):
+    fp8 = has_fp8_caches(args.kv_cache_dtype, dtype.name)
+    for name, found in choices(shapes, backend, dtype, args.batch, args.prompt, args.quantize, fp8):
         if args.json:
             print(json.dumps({"program": name, "choices": [as_json(choice) for choice in found]}))
         else:

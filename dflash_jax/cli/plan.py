@@ -17,6 +17,7 @@ from dflash_jax.cli.plan_changes import Change, Request, changes
 from dflash_jax.errors import InputError
 from dflash_jax.options.generate import command_parser
 from dflash_jax.options.option import Add, option
+from dflash_jax.options.shared import has_fp8_caches
 from dflash_jax.options.systems import System, read_system, repositories, system_of
 from dflash_jax.parallel.devices import DEVICES, Device, device_name, device_of_text
 from dflash_jax.planner import USABLE, read_shapes
@@ -70,7 +71,7 @@ class PlanOptions:
     json: bool = option(False, "one JSON object and nothing else")
 
 
-SHARED = ("config", "quantize", "draft_window_size", "language_model_only", "hf_overrides")
+SHARED = ("config", "quantize", "kv_cache_dtype", "draft_window_size", "language_model_only", "hf_overrides")
 make_parser = partial(command_parser, "plan", __doc__, PlanOptions, SHARED)
 
 
@@ -102,7 +103,7 @@ def describe(plan: dict, request: Request, fitting: list[Change], drafters: list
         f"pages are given as tokens come: {slots(plan['sequences'])} fit while each has {request.context:,} tokens",
     ]
     if plan["not_used"]:
-        lines.append(f"not used, since only weights are in few bits: {', '.join(plan['not_used'])}")
+        lines.append(f"not used: {', '.join(plan['not_used'])}")
     if len(drafters) > 1:
         lines.append(f"published drafters, for --draft: {', '.join(drafters)}")
     big = {k: v for k, v in plan["replicated"].items() if v >= 1e6}
@@ -332,6 +333,7 @@ def run(args) -> int:
             block,
             without_format(args.quantize or options.get("quantize"), read_raw(Path(target), overrides), Path(target)),
             args.draft_window_size or options.get("draft_window_size"),
+            has_fp8_caches(args.kv_cache_dtype or options.get("kv_cache_dtype"), dtype),
         )
     plans = {name: request.plan() for name, request in requests.items()}
     if args.all_devices:

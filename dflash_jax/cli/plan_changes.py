@@ -36,6 +36,7 @@ class Request:
     block: int
     quantize: str | None
     draft_window_size: int | None = None
+    has_fp8_caches: bool = False
 
     def plan(self) -> dict:
         """The plan of this request."""
@@ -111,6 +112,13 @@ def in_eight_bits(request: Request) -> Change | None:
     if has_few_bits(request.quantize, request.shapes.forms):
         return None
     return _change(request, "--quantize", "fp8", text="FP8", quantize="fp8")
+
+
+def with_fp8_caches(request: Request) -> Change | None:
+    """Keys and values in FP8; None where they are."""
+    if request.has_fp8_caches:
+        return None
+    return _change(request, "--kv-cache-dtype", "fp8", has_fp8_caches=True)
 
 
 def in_four_bits(request: Request) -> Change | None:
@@ -198,8 +206,8 @@ def _more_devices_and_fewer_slots(request: Request) -> Change | None:
 
 def _single(request: Request) -> Iterator[Change]:
     """The single changes of the system, and of the number of devices, that fit."""
-    few_bits = in_bfloat16, in_eight_bits, in_four_bits
-    for change in (on_more_devices, *few_bits, shorter, fewer_slots, without_drafter, without_vision):
+    smaller = in_bfloat16, in_eight_bits, in_four_bits, shorter, fewer_slots, with_fp8_caches
+    for change in (on_more_devices, *smaller, without_drafter, without_vision):
         changed = change(request)
         if changed is not None and changed.request.fits():
             yield changed

@@ -198,7 +198,7 @@ def empty_state(
     zeros = {name: jnp.zeros((slots,), jnp.int32) for name in names}
     window = settings.draft_window
     caches = (
-        init_cache(target.config, slots, capacity, dtype, target.layout),
+        init_cache(target.config, slots, capacity, dtype, target.layout, target.kv_dtype),
         drafter.init_cache(slots, capacity, dtype, window) if drafter is not None else (),
     )
     caches = map_caches(lambda cache: _pooled(cache, target.layout.data, pages), caches)

@@ -53,6 +53,7 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
 
     from dflash_jax.models.config import ModelConfig, MoeSpec
     from dflash_jax.models.drafters import config_of
+    from dflash_jax.models.kv_scales import is_scale
     from dflash_jax.ops.weights import is_weight
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
 
@@ -69,7 +70,7 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
     replicated: dict[str, float] = {}
     weights = parameter_paths(module, is_weight), jax.tree.leaves(module, is_leaf=is_weight)
     for path, weight, spec in zip(*weights, parameter_specs(module, is_weight), strict=True):
-        sums["count"] += math.prod(weight.shape)
+        sums["count"] += 0 if is_scale(path) else math.prod(weight.shape)
         name = path.rsplit(".", 1)[-1]
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(weight))
         parts = parts_of(layout.sizes, spec)

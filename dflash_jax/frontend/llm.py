@@ -131,6 +131,7 @@ class LLM(Generation):
             # Raises where there are too few devices.
             given.layout.mesh()
             checkpoint = Checkpoint.read(given)
+            self.has_fp8_caches = given.has_fp8_caches
             self.max_len = given.positions(checkpoint.config.max_positions)
             self.largest_block = given.largest_block(max(checkpoint.draft_block_sizes, default=1))
             lengths = [min(self.largest_block, size) - 1 for size in checkpoint.draft_block_sizes]
@@ -194,7 +195,7 @@ class LLM(Generation):
         check_type("draft", drafter, Drafting)
         config = config_of(drafter)
         config.check_fits(self.config)
-        placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
+        placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype, self.has_fp8_caches)
         if isinstance(placed, Drafter | Mtp):
             ids = next(iter(self._checkpoint.draft_vocabularies), None)
             placed.vocabulary = draft_vocabulary(placed, ids, self.target, self.dtype, self.drafter)

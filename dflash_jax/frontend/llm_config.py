@@ -13,7 +13,7 @@ from dflash_jax.argument_checks import ArgumentError, check_fields, has_type, sh
 from dflash_jax.engine.memory import device_memory, has_pinned_memory
 from dflash_jax.models.drafting import Drafting, check_complete
 from dflash_jax.options.option import faults, options_of
-from dflash_jax.options.shared import LLMOptions
+from dflash_jax.options.shared import LLMOptions, has_fp8_caches
 from dflash_jax.parallel.sharding import Layout
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -96,6 +96,11 @@ class LLMConfig(LLMOptions):
         if self.dtype in (None, "auto"):
             return "float32" if jax.default_backend() == "cpu" else "bfloat16"
         return self.dtype
+
+    @property
+    def has_fp8_caches(self) -> bool:
+        """Whether keys and values are in FP8. Raises InputError where they would have another dtype than weights."""
+        return has_fp8_caches(self.kv_cache_dtype, self.dtype_name)
 
     @property
     def prefix_budget(self) -> int:

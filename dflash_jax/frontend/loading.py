@@ -27,6 +27,7 @@ from dflash_jax.checkpoint.load import (
     load_target,
     load_tower,
     read_draft_tokens,
+    read_kv_scales,
 )
 from dflash_jax.checkpoint.parameters import cast
 from dflash_jax.checkpoint.quantization import without_format
@@ -42,6 +43,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.drafters import OwnConfig, abstract_drafter, config_of, vocabulary_of
 from dflash_jax.models.drafting import Drafting
+from dflash_jax.models.kv_scales import is_scale, with_fp8_caches
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import pack_weights, unpack_weights
@@ -215,6 +217,8 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     directory, overrides = checkpoint.directory, given.hf_overrides
     quantize = without_format(given.quantize, read_raw(directory, overrides), directory)
     target = load_target(directory, dtype, given.layout, quantize, backend, overrides)
+    if given.has_fp8_caches:
+        target = with_fp8_caches(target, read_kv_scales(directory, checkpoint.config, overrides))
     target = packed(target, given.dtype_name)
     drafters: list[Drafting] = []
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
@@ -224,9 +228,12 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
             drafter = load_drafter(draft, dtype, *options)
             if isinstance(drafter, Mtp):
                 check_copies(draft, directory)
-            drafter = packed(without_copies(drafter, target), given.dtype_name)
+            drafter = without_copies(drafter, target)
+            if given.has_fp8_caches:
+                drafter = with_fp8_caches(drafter, read_kv_scales(draft, drafter.config, overrides))
+            drafter = packed(drafter, given.dtype_name)
         else:
-            drafter = placed_drafter(draft, target, given.layout.mesh(), given.dtype_name)
+            drafter = placed_drafter(draft, target, given.layout.mesh(), given.dtype_name, given.has_fp8_caches)
         if isinstance(drafter, Drafter | Mtp):
             drafter.vocabulary = draft_vocabulary(drafter, ids, target, given.dtype_name)
         drafters.append(drafter)
@@ -339,7 +346,7 @@ def draft_vocabulary(
     return packed(DraftVocabulary(ids, rows, owner.backend), dtype)
 
 
-def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
+def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str, has_fp8_caches: bool) -> D:
     """A drafter from memory as `load_models` loads one, without its draft vocabulary.
 
     One that is neither a `Drafter` nor an `Mtp` keeps its arrays as they are. Raises InputError where it is no tree of
@@ -358,7 +365,8 @@ def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
         unpack_weights(drafter),
         is_leaf=is_weight,
     )
-    is_kept = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
+    is_kept = [not path.startswith("vocabulary.") and not is_scale(path) for path in parameter_paths(dense)]
     leaves = [cast(np.asarray(x), DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
     placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
-    return packed(without_copies(jax.tree.unflatten(jax.tree.structure(shape), placed), target), dtype)
+    module = without_copies(jax.tree.unflatten(jax.tree.structure(shape), placed), target)
+    return packed(with_fp8_caches(module) if has_fp8_caches else module, dtype)

@@ -18,7 +18,12 @@ Record = tuple[KVRecord | DeltaRecord | DeltaState, ...]
 
 
 def init_layer_cache(
-    spec: LayerSpec, slots: int, capacity: int, dtype: DTypeLike, layout: Layout = ONE_DEVICE
+    spec: LayerSpec,
+    slots: int,
+    capacity: int,
+    dtype: DTypeLike,
+    layout: Layout = ONE_DEVICE,
+    kv_dtype: DTypeLike | None = None,
 ) -> KVCache | DeltaState:
     """An empty cache of one layer.
 
@@ -26,8 +31,9 @@ def init_layer_cache(
         spec: The layer.
         slots: Sequences that the cache holds.
         capacity: Positions of each.
-        dtype: Dtype of keys, values and convolution inputs; recurrent states are float32.
+        dtype: Dtype of convolution inputs; recurrent states are float32.
         layout: The mesh that the cache will be divided over.
+        kv_dtype: Dtype of keys and values; None: ``dtype``.
 
     Returns:
         A `KVCache` for attention, a `DeltaState` for Gated DeltaNet.
@@ -35,7 +41,8 @@ def init_layer_cache(
     mixer = spec.mixer
     if isinstance(mixer, AttentionSpec):
         positions = layout.positions(mixer.num_heads, mixer.num_kv_heads)
-        return KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype, positions=positions)
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        return KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, kv_dtype, positions=positions)
     g, r = mixer.num_key_heads, mixer.values_per_key
     return DeltaState(
         jnp.zeros((slots, g, r, mixer.key_dim, mixer.value_dim), jnp.float32),
@@ -43,20 +50,28 @@ def init_layer_cache(
     )
 
 
-def init_cache(config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike, layout: Layout = ONE_DEVICE) -> Cache:
+def init_cache(
+    config: ModelConfig,
+    slots: int,
+    capacity: int,
+    dtype: DTypeLike,
+    layout: Layout = ONE_DEVICE,
+    kv_dtype: DTypeLike | None = None,
+) -> Cache:
     """Empty caches of a target.
 
     Args:
         config: The target.
         slots: Sequences that the caches hold.
         capacity: Positions of each.
-        dtype: Dtype of keys, values and convolution inputs; recurrent states are float32.
+        dtype: As in `init_layer_cache`.
         layout: The mesh that the caches will be divided over.
+        kv_dtype: As in `init_layer_cache`.
 
     Returns:
         A cache for each layer.
     """
-    return tuple(init_layer_cache(spec, slots, capacity, dtype, layout) for spec in config.layers)
+    return tuple(init_layer_cache(spec, slots, capacity, dtype, layout, kv_dtype) for spec in config.layers)
 
 
 def commit_layer(

@@ -170,6 +170,12 @@ class Decoder(nnx.Module):
         """Dtype of the embeddings and activations."""
         return self.embed.get_value().dtype
 
+    @property
+    def kv_dtype(self) -> DTypeLike:
+        """Dtype of cached keys and values."""
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        return mixers[0].kv_dtype(self.dtype) if mixers else self.dtype
+
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
         return {"embed": (self.vocab,), "head": (self.vocab,)}

@@ -307,7 +307,8 @@ class Drafter(nnx.Module):
             bounds = [w for w in (spec.window, size) if w is not None]
             heads, dim, last = spec.attention.num_kv_heads, spec.attention.head_dim, min(bounds, default=None)
             first = 0 if size is None else sinks
-            return KVCache.create(slots, heads, dim, capacity, dtype, last, first, layer.mixer.positions)
+            kv_dtype = layer.mixer.kv_dtype(dtype)
+            return KVCache.create(slots, heads, dim, capacity, kv_dtype, last, first, layer.mixer.positions)
 
         return tuple(cache(layer) for layer in self.layers)
 
@@ -370,6 +371,7 @@ class Drafter(nnx.Module):
         """As `Drafting.extend`. Reads features, positions and ``valid``."""
         assert new.features is not None
         pairs = self.context_keys_values(new.features, new.positions)
+        pairs = [layer.mixer.as_cached(*pair) for layer, pair in zip(self.layers, pairs, strict=True)]
         return tuple(
             write(self.backend, c, k, v, new.positions, new.valid) for c, (k, v) in zip(cache, pairs, strict=True)
         )

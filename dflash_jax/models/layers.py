@@ -19,7 +19,7 @@ from dflash_jax.models.config import AttentionSpec
 from dflash_jax.models.rope import CosSin
 from dflash_jax.ops.attention import attention, through_gate
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.cache import Bounds, KVCache
+from dflash_jax.ops.cache import FP8, Bounds, KVCache, rounded
 from dflash_jax.ops.interval_attention import interval_attention
 from dflash_jax.ops.linear import DeferredNorm, linear, rms_norm
 from dflash_jax.ops.rotation import rotate
@@ -123,7 +123,13 @@ class Attention(nnx.Module):
         o: Output projection, [H, N, D].
         q_norm: Norm of queries; absent without ``qk_norm``.
         k_norm: Norm of keys; absent without ``qk_norm``.
+        k_scale: What keys in FP8 are multiplied by, float32 [K]; absent where caches have the model's dtype
+            (`kv_scales` adds it).
+        v_scale: The same of values.
     """
+
+    k_scale: nnx.Param
+    v_scale: nnx.Param
 
     def __init__(
         self,
@@ -154,7 +160,8 @@ class Attention(nnx.Module):
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
         cuts = {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,)}
-        return {**cuts, **{f"{name}_bias": cut for name, cut in cuts.items()}, "o": (None, self.heads)}
+        more = {f"{name}_{what}": cut for name, cut in cuts.items() for what in ("bias", "scale")}
+        return {**cuts, **more, "o": (None, self.heads)}
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
@@ -164,6 +171,15 @@ class Attention(nnx.Module):
         """PartitionSpecs in the shape of ``cache``."""
         pages = spec(DATA, self.kv_heads, self.positions)
         return replace(cache, k=pages, v=pages, table=spec(DATA))
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether keys and values are rounded to FP8."""
+        return hasattr(self, "k_scale")
+
+    def kv_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """The dtype of cached keys and values, of a model of ``dtype``."""
+        return FP8 if self.has_fp8_cache else dtype
 
     def projected(self, x: Float[Array, "B T H"] | DeferredNorm, names: str) -> tuple[Array, ...]:
         """The projections ``names`` (of "qkv") of x, with their biases."""
@@ -214,6 +230,39 @@ class Attention(nnx.Module):
         assert q is not None
         return q, k, v, queries if self.spec.gated else None
 
+    def as_cached(
+        self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]
+    ) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        """Keys and values as caches have them, in which form every query reads them, those of their own pass too."""
+        if not self.has_fp8_cache:
+            return k, v
+        return rounded(k, self.k_scale[...]), rounded(v, self.v_scale[...])
+
+    def attend(
+        self,
+        q: Float[Array, "B T N D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        mask: Bool[Array, "*B T T"] | None,
+        cache: KVCache | None,
+        length: Int[Array, " B"],
+        bounds: Bounds | None = None,
+        gates: Float[Array, "B T N 2 D"] | None = None,
+    ) -> Float[Array, "B T N D"]:
+        """`ops.attention.attention` of keys and values as `as_cached` gives them."""
+        y = attention(self.backend, self._scaled(q, "k_scale"), k, v, mask, cache, length, bounds, gates)
+        return self._scaled(y, "v_scale")
+
+    def _scaled(self, x: Float[Array, "B T N D"], name: str) -> Float[Array, "B T N D"]:
+        """Queries or attended values times the scale of their KV head, where there is one.
+
+        All keys of a head have the same scale, which so may multiply the query; all values likewise.
+        """
+        if not self.has_fp8_cache:
+            return x
+        scale = getattr(self, name)[...]
+        return (x * jnp.repeat(scale, x.shape[2] // len(scale))[:, None]).astype(x.dtype)
+
     def output(
         self, y: Float[Array, "B T N D"], residual: Float[Array, "B T H"] | None = None
     ) -> Float[Array, "B T H"]:
@@ -234,11 +283,12 @@ class Attention(nnx.Module):
             [B, T, H].
         """
         q, k, v, gates = self.inputs(x, angles)
+        k, v = (each.astype(q.dtype) for each in self.as_cached(k, v))
         b, t, n, d = q.shape
         ends = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
-        q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
+        q = self._scaled(q, "k_scale").reshape(b, t, k.shape[2], -1, d) * d**-0.5
         y, _ = interval_attention(q, k, v, starts, ends)
-        return self.output(through_gate(y.reshape(b, t, n, d), gates))
+        return self.output(through_gate(self._scaled(y.reshape(b, t, n, d), "v_scale"), gates))
 
     def __call__(
         self,
@@ -262,10 +312,11 @@ class Attention(nnx.Module):
             residual: [B, T, H], added; None adds nothing.
 
         Returns:
-            [B, T, H], and the keys and values of the new tokens, [B, T, K, D] each.
+            [B, T, H], and the keys and values of the new tokens as `as_cached` gives them, [B, T, K, D] each.
         """
         q, k, v, gates = self.inputs(x, angles)
-        return self.output(attention(self.backend, q, k, v, mask, cache, length, bounds, gates), residual), k, v
+        k, v = self.as_cached(k, v)
+        return self.output(self.attend(q, k, v, mask, cache, length, bounds, gates), residual), k, v
 
 
 def output(

@@ -29,7 +29,7 @@ from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, Dra
 from dflash_jax.models.layers import Attention, RMSNorm, normal
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.rope import CosSin, rope_angles
-from dflash_jax.ops.attention import attention, through_gate
+from dflash_jax.ops.attention import through_gate
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.ops.cache_write import write
@@ -113,10 +113,11 @@ class Mtp(nnx.Module):
     def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW) -> DraftCache:
         """As `Drafting.init_cache`: a `KVCache`, with a window where it is bounded, and a `PendingFeature`."""
         size, sinks, mixer, positions = window.size, window.sinks, self._mixer.spec, self._mixer.positions
+        kv_dtype = self._mixer.kv_dtype(dtype)
         assert not isinstance(size, jax.Array)
         assert not isinstance(sinks, jax.Array)
         sinks = 0 if size is None else sinks
-        context = KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype, size, sinks, positions)
+        context = KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, kv_dtype, size, sinks, positions)
         feature = jnp.zeros((slots, self.config.hidden_size), dtype)
         return context, PendingFeature(feature, jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, 3), jnp.int32))
 
@@ -156,7 +157,7 @@ class Mtp(nnx.Module):
         rotary = jnp.concatenate([jnp.moveaxis(pending.rotary, 0, 1)[..., None], rotary], axis=2)
         u = self.inputs(self.final_norm(features[:, :size]), new.embeddings)
         h = self.layers[0].input_norm.deferred(u)
-        k, v = self._mixer.keys_values(h, self._angles(rotary[..., :size]))
+        k, v = self._mixer.as_cached(*self._mixer.keys_values(h, self._angles(rotary[..., :size])))
         follows = pending.position[:, None] + 1 == new.positions
         is_first = jnp.arange(size)[None] == 0
         context = write(self.backend, context, k, v, new.positions, new.valid & (follows | ~is_first))
@@ -181,12 +182,12 @@ class Mtp(nnx.Module):
         layer, mixer = self.layers[0], self._mixer
         u = self.inputs(hidden, embeddings)
         q, k, v, gates = mixer.inputs(layer.input_norm.deferred(u), self._angles(rotary))
-        block.append((k, v))
+        block.append(mixer.as_cached(k, v))
         keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(*block, strict=True))
         # As many queries as keys, of which the last sees all keys.
         q = jnp.broadcast_to(q, (q.shape[0], len(block), *q.shape[2:]))
         bounds = window.bounds(start, len(block))
-        y = attention(self.backend, q, keys, values, None, context, start, bounds)[:, -1:]
+        y = mixer.attend(q, keys, values, None, context, start, bounds)[:, -1:]
         return self.norm(layer.feed_forward(mixer.output(through_gate(y, gates), u), valid))
 
     def propose(

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
-from dflash_jax.ops.cache import Bounds, KVCache
+from dflash_jax.ops.cache import FP8, Bounds, KVCache
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.parallel.sharding import UNSHARDED
 
@@ -62,6 +62,8 @@ class PartialSoftmax:
 
     def fold(self, q: Array, k: Array, v: Array, mask: Array) -> "PartialSoftmax":
         """Adds keys and values [B, K, s, D] that queries [B, T, K, R, D] see under ``mask`` [B, T, s]."""
+        if k.dtype == FP8:
+            k, v = k.astype(q.dtype), v.astype(q.dtype)
         scores = jnp.einsum("btkrd,bksd->bkrts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         scores = jnp.where(mask[:, None, None], scores, _MASKED)
         largest = jnp.maximum(self.largest, scores.max(-1))
@@ -258,7 +260,7 @@ def _supports_triton(
         return "there is no cached context"
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
-    return triton_attention.why_not(q)
+    return triton_attention.why_not(backend.triton_card, k)
 
 
 def _triton(
@@ -312,8 +314,8 @@ def attention(
     Args:
         backend: Where it runs. The kernels have no gradient.
         q: Queries, [B, T, N, D].
-        k: Keys of the new tokens, [B, T, K, D].
-        v: Values of the new tokens, [B, T, K, D].
+        k: Keys of the new tokens, [B, T, K, D], in the cache's dtype.
+        v: Values of the new tokens, likewise.
         mask: bool, broadcastable to [B, T, T]: which new tokens each new token sees, with at least itself. None: itself
             and those before it.
         cache: The context; None: no context. Pieces past the longest context are not read. Where the positions of its

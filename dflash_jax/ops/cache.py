@@ -21,6 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.parallel.sharding import UNSHARDED, AxisSharding
 
+# The dtype of keys and values in FP8, its largest and its least normal number, and the number of its mantissa bits.
+FP8, LARGEST_FP8, LEAST_FP8, FP8_MANTISSA = jnp.float8_e4m3fn, 448.0, 2.0**-6, 3
 # Positions of a page: at most, and at least. Pages of short sequences are smaller, and always a power of two.
 PAGE_SIZE, SMALLEST_PAGE = 256, 64
 
@@ -49,14 +51,27 @@ def window_pages(window: int, sinks: int, ahead: int, capacity: int) -> int:
     return min(pages_of(capacity, capacity), -(-sinks // size) + -(-window // size) + 1 + -(-ahead // size))
 
 
+def rounded(x: Float[Array, "B T K D"], scale: Float[Array, " K"]) -> Float[Array, "B T K D"]:
+    """Keys or values in FP8: x divided by the scale of its head and rounded to float8_e4m3fn, as vLLM does.
+
+    What is too large becomes the largest number. The numbers are rounded before they are converted, since XLA converts
+    through float16 on some devices, which rounds twice, and may drop a conversion there and back.
+    """
+    y = jnp.clip(x.astype(jnp.float32) / scale[:, None], -LARGEST_FP8, LARGEST_FP8)
+    step = LEAST_FP8 * 2.0**-FP8_MANTISSA
+    small = jnp.round(y / step) * step
+    y = jnp.where(jnp.abs(y) < LEAST_FP8, small, jax.lax.reduce_precision(y, 8, FP8_MANTISSA))
+    return y.astype(FP8)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of one layer, in pages of P positions (paged attention, arXiv 2309.06180).
 
     Attributes:
-        k: Keys, [pages, K, P, D].
-        v: Values, [pages, K, P, D].
+        k: Keys, [pages, K, P, D], in the model's dtype or in `FP8`.
+        v: Values, likewise.
         table: The pages of each sequence, int32 [rows, n]: positions i P … (i + 1) P - 1 are in page ``table[row, i]``.
             An index past the last page is no page: what is written there is dropped, and it must not be read.
         rows: int32 [B], the rows of the table that operations read and write; indices past the last row are padding.
@@ -267,8 +282,8 @@ class KVRecord:
     """The keys and values of T tokens, which a commit writes to a `KVCache`.
 
     Attributes:
-        k: Keys, [B, T, K, D].
-        v: Values, [B, T, K, D].
+        k: Keys, [B, T, K, D], in the cache's dtype.
+        v: Values, likewise.
     """
 
     k: Float[Array, "B T K D"]

@@ -57,7 +57,7 @@ def _supports_triton(
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
-    return triton_attention.why_not_written(k)
+    return triton_attention.why_not_written(backend.triton_card, k)
 
 
 def _triton(backend: Backend, *args: Array) -> tuple[Array, Array]:

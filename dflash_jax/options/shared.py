@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from dflash_jax.argument_checks import wrong
 from dflash_jax.checkpoint.quantize import FORMATS, QUANTIZE
 from dflash_jax.engine.config import BATCH_SIZES, BlockSize
 from dflash_jax.errors import InputError
@@ -63,6 +64,12 @@ class LLMOptions:
         "which otherwise stays so, becomes --dtype; the name of a format: its checkpoint must have it",
         choices=(*QUANTIZE, *FORMATS),
         aliases=Alias("--quantization -q", readers.quantization),
+    )
+    kv_cache_dtype: str | None = _models(
+        None,
+        "of cached keys and values: fp8 (e4m3, with the checkpoint's scales or with bounds that follow from its "
+        "weights) takes half of bfloat16's memory (default: as --dtype)",
+        choices=("auto", "float32", "bfloat16", "bf16", "fp8", "fp8_e4m3"),
     )
     mesh: str | None = _models(
         None,
@@ -242,6 +249,21 @@ class LLMOptions:
     allowed_local_media_path: str | Path | None = _media(
         None, "directory that file: URLs may name (default: none)", "DIR"
     )
+
+
+def has_fp8_caches(kv_cache_dtype: str | None, dtype: str) -> bool:
+    """Whether keys and values are in FP8.
+
+    Args:
+        kv_cache_dtype: The option.
+        dtype: Dtype of the weights, "float32" or "bfloat16".
+
+    Raises:
+        ArgumentError: It is another dtype than the weights'.
+    """
+    if kv_cache_dtype in ("float32", "bfloat16", "bf16") and kv_cache_dtype.replace("bf16", "bfloat16") != dtype:
+        raise wrong("kv_cache_dtype", kv_cache_dtype, f"fp8, or {dtype}, the dtype of the weights")
+    return kv_cache_dtype is not None and kv_cache_dtype.startswith("fp8")
 
 
 @dataclass(frozen=True)

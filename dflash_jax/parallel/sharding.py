@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from dflash_jax.argument_checks import shown
 from dflash_jax.errors import InputError
@@ -343,6 +343,6 @@ def parameter_specs(module, is_leaf: Callable | None = None) -> list[PartitionSp
     return [spec(*cuts) for cuts in parameter_attribute(module, "shardings", (), is_leaf)]
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
     """An array of the host's on the mesh, each device (of several hosts) given its part only."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -38,7 +38,8 @@ def report(systems: dict[str, str], args) -> tuple[dict, dict]:
         digests[str(capability)] = {}
         for config, mesh in systems.items():
             name = config if config in SYSTEMS else find_config(config).stem
-            traced = launches(config, mesh, Card.of_capability(capability), args.dtype, args.quantize)
+            card, fp8 = Card.of_capability(capability), args.kv_cache_dtype == "fp8"
+            traced = launches(config, mesh, card, args.dtype, args.quantize, has_fp8_caches=fp8)
             digests[str(capability)][name] = digest(traced)
             for launch in traced:
                 used = compiled(launch, capability)
@@ -102,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="default: %(default)s"
     )
     p.add_argument("--quantize", choices=QUANTIZE[1:], help="weights in few bits (default: as the config has them)")
+    p.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="default: %(default)s")
     p.add_argument("--out", type=Path, metavar="FILE", help="JSON")
     return p
 

@@ -17,12 +17,14 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
-from dflash_jax.checkpoint.load import load_target, open_any, open_target
+from dflash_jax.checkpoint.load import load_target, open_any, open_target, read_kv_scales
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models import families
+from dflash_jax.models.config import AttentionSpec
 from dflash_jax.models.families.names import Entry, rows_of, same, whole_tensors
+from dflash_jax.models.kv_scales import with_fp8_caches
 from dflash_jax.ops.weights import QuantizedWeight, is_weight
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths
@@ -36,6 +38,7 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermed
 TARGET = TARGET_JSON | SIZES | {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
 PER_EXPERT = ("model.layers.0.mlp.experts.0.",)
 Q = "model.layers.1.self_attn.q_proj"
+KV = "model.layers.1.self_attn.{}"
 CONVERTED = ("fp8 modelopt", "nvfp4 modelopt", "nvfp4 compressed", "mixed")
 UP = "model.layers.1.mlp.shared_expert.up_proj"
 
@@ -359,12 +362,54 @@ def test_scales_that_are_not_used_are_named(sources, caplog):
     count = sum(name.endswith("input_scale") for name in TensorFiles(path))
     with caplog.at_level("INFO"):
         load_target(path)
-    assert (
-        f"not used, since only weights are in few bits: {count} x input_scale, 1 x k_scale, 1 x v_scale" in caplog.text
-    )
+    assert f"not used, since only weights are in few bits: {count} x input_scale\n" in caplog.text
+    said = "the checkpoint asks for keys and values as numbers with scales: kv_cache_dtype 'fp8' has them in FP8"
+    assert said in caplog.text
     numbers = {"slots": 1, "max_len": 64, "context": 64, "acceptance_length": 1.0, "block": 1, "dtype": np.float32}
-    plan = make_plan(read_shapes(str(path), None), ONE_DEVICE, DEVICES["h100"], **numbers)
-    assert plan["not_used"] == [f"{count} x input_scale", "1 x k_scale", "1 x v_scale"]
+
+    def not_used(**options) -> list[str]:
+        return make_plan(read_shapes(str(path), None), ONE_DEVICE, DEVICES["h100"], **numbers, **options)["not_used"]
+
+    assert not_used() == [f"{count} x input_scale", "1 x k_scale", "1 x v_scale", "--kv-cache-dtype fp8 is off"]
+    assert not_used(has_fp8_caches=True) == [f"{count} x input_scale"]
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_scales_of_keys_and_values_are_the_checkpoints(is_converted, copied, tmp_path):
+    """One of a layer or one a head; what a checkpoint does not have follows from its weights."""
+    path, k_proj = copied("mixed"), KV.format("k_proj.k_scale")
+    opened = open_target(path)
+    (layer,) = [i for i, spec in enumerate(opened.config.layers) if isinstance(spec.mixer, AttentionSpec)]
+    heads = opened.config.layers[layer].mixer.num_kv_heads
+    each = np.linspace(0.5, 2, heads).astype(np.float32)
+    change(path, {k_proj: np.array(0.0371, np.float32), KV.format("v_proj.v_scale"): each})
+    if is_converted:
+        opened, module = open_any(path)
+        options = {"dtype": None, "quantize": None}
+        orbax.convert(opened, module, path, tmp_path / "o", ONE_DEVICE, options, lambda x: x)
+        path = tmp_path / "o"
+    target = load_target(path)
+    mixer = with_fp8_caches(target, read_kv_scales(path, target.config)).layers[layer].mixer
+    np.testing.assert_array_equal(mixer.k_scale[...], np.full(heads, np.float32(0.0371)))
+    np.testing.assert_array_equal(mixer.v_scale[...], each)
+    assert parameter_paths(with_fp8_caches(target)) != parameter_paths(target)
+    llm = LLM(path, draft=None, kv_cache_dtype="fp8", max_len=64, slots=1)
+    np.testing.assert_array_equal(llm.target.layers[layer].mixer.v_scale[...], each)
+
+
+@pytest.mark.parametrize(
+    ("scale", "fault"),
+    [
+        (np.zeros((), np.float32), "has a scale that is no positive number: it must be above 0"),
+        (np.array(np.nan, np.float32), "has a scale that is no positive number"),
+        (np.ones(3, np.float32), r"has shape \[3\]: it must be one scale, or one a head"),
+    ],
+)
+def test_scales_of_keys_that_are_none_are_refused(scale, fault, copied):
+    path = copied("mixed")
+    change(path, {KV.format("k_proj.k_scale"): scale})
+    with pytest.raises(InputError, match=fault):
+        read_kv_scales(path, open_target(path).config)
 
 
 def test_scales_of_unknown_modules_are_not_passed_over(copied):
@@ -373,7 +418,7 @@ def test_scales_of_unknown_modules_are_not_passed_over(copied):
     refused(path, "unexpected 'model.layers.9.mlp.up_proj.input_scale'")
 
 
-def test_modelopts_own_file_stands_for_the_configs_entry(copied):
+def test_modelopts_own_file_stands_for_the_configs_entry(copied, caplog):
     path = copied("nvfp4 modelopt")
     config = json.loads((path / "config.json").read_text())
     entry = config.pop("quantization_config")
@@ -381,8 +426,11 @@ def test_modelopts_own_file_stands_for_the_configs_entry(copied):
     refused(path, "it must be [")
     entry = {"quant_algo": entry["quant_algo"], "kv_cache_quant_algo": "FP8", "exclude_modules": entry["ignore"]}
     (path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": entry}))
-    load_target(path)
-    assert read_shapes(str(path), None).forms.not_used == ["keys and values as 'FP8'"]
+    with caplog.at_level("INFO"):
+        load_target(path)
+    assert "asks for keys and values as 'FP8': kv_cache_dtype 'fp8' has them in FP8" in caplog.text
+    asked = ["keys and values as 'FP8'", "--kv-cache-dtype fp8 is off"]
+    assert read_shapes(str(path), None).forms.not_used(has_fp8_caches=False) == asked
 
 
 @pytest.mark.parametrize(

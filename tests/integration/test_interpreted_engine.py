@@ -20,6 +20,7 @@ from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.models.kv_scales import with_fp8_caches
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import parameter_paths
@@ -132,6 +133,12 @@ def test_tokens_of_long_prompts_are_those_of_xla(models, temperature):
 def test_tokens_in_float8_are_those_of_xla(models):
     target, drafter = models
     assert compared((in_float8(target), drafter), 0.0, PROMPTS[:3]) == KERNELS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_with_caches_in_fp8_are_those_of_xla(models, temperature):
+    assert compared(tuple(map(with_fp8_caches, models)), temperature, PROMPTS[:3]) == KERNELS
 
 
 @pytest.mark.long

@@ -29,9 +29,11 @@ from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import together
+from dflash_jax.models.kv_scales import SCALES
+from dflash_jax.models.layers import Attention
 from dflash_jax.ops import attention, cache, cache_write
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.cache import KVCache
+from dflash_jax.ops.cache import FP8, KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
 from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
@@ -296,6 +298,26 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_pa
             assert block_size == 1 or max(found.acceptance_lengths) > 1
             parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
             assert parting is None or parting.is_tie
+
+
+def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device():
+    """Pages go through the prefix cache of two data shards; heads and positions are divided."""
+    one, prompt, cached = LLM(draft=None, kv_cache_dtype="fp8", max_len=512), "def f(" * 40, 0
+    options = {"mesh": "data=2,tensor=4", "decode_context_parallel_size": 4}
+    eight = LLM(kv_cache_dtype="fp8", max_len=512, **options)
+    for mine, right in zip(eight.target.layers, one.target.layers, strict=True):
+        for name in SCALES if isinstance(mine.mixer, Attention) else ():
+            np.testing.assert_array_equal(*(getattr(layer.mixer, name)[...] for layer in (mine, right)))
+    for params in (SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24), SamplingParams(max_tokens=24)):
+        (expected,) = one.generate([prompt], params)
+        # With the drafter, then from the prefix cache, and without the drafter.
+        for block_size in (8, 8, 1):
+            (found,) = eight.generate([prompt], params, block_size=block_size)
+            cached += found.cached_tokens
+            parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
+            assert parting is None or parting.is_tie
+    assert cached > 0
+    assert all(c.k.dtype == FP8 for c in eight.engine.runner.state.target if isinstance(c, KVCache))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -24,6 +24,7 @@ from dflash_jax.ops import (
     top_k,
 )
 from dflash_jax.ops.backend import XLA, Backend, choose
+from dflash_jax.ops.cache import FP8
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.weights import PackedWeight
 from tools.float64_reference import assert_tree_near, in_both_of
@@ -42,10 +43,10 @@ BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Bac
 ELSEWHERE = {("gated_delta", "triton, chunks"), ("advance", "triton, chunks")}
 
 
-def attention_cases():
+def attention_cases(cached=None):
     for rows, tokens, window, sinks in ((3, 5, None, 0), (1, 1, None, 0), (3, 4, 300, 0), (4, 3, 200, 50)):
         q, k, v, cache, length, bounds = arguments.attention(
-            Source(tokens), rows, tokens, 6, 2, 16, 2000, window, sinks
+            Source(tokens), rows, tokens, 6, 2, 16, 2000, window, sinks, cached=cached
         )
         gate = Source(1).normal(rows, tokens, 6, 2, 16)
         yield (q, k, v, None, cache, length, bounds, gate), {}
@@ -60,9 +61,9 @@ def rotation_cases():
     yield (q, k, tuple(angles[:, :1]), (None, None)), {}
 
 
-def write_cases():
+def write_cases(dtype=jnp.float32):
     for rows, tokens in ((1, 1), (3, 5), (2, 16)):
-        cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 300)
+        cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 300, dtype)
         # Tokens that are not written have a place past the end.
         places = jnp.where(jnp.arange(tokens) % 3 != 1, positions, cache.capacity)
         yield (cache.k, cache.v, cache.table, k, v, cache.rows, places), {}
@@ -209,7 +210,9 @@ OPERATIONS = {
     "packed linear": (linear.IMPLEMENTATIONS[:1], packed_linear_cases),
     "few bits linear": (linear.IMPLEMENTATIONS[:1], few_bits_linear_cases),
     "attention": (attention.IMPLEMENTATIONS, attention_cases),
+    "attention, FP8": (attention.IMPLEMENTATIONS, partial(attention_cases, FP8)),
     "rotate": (rotation.IMPLEMENTATIONS, rotation_cases),
+    "write, FP8": (cache_write.IMPLEMENTATIONS, partial(write_cases, FP8)),
     "write": (cache_write.IMPLEMENTATIONS, write_cases),
     "gated_delta": (gated_delta.IMPLEMENTATIONS, delta_cases),
     "advance": (gated_delta.ADVANCES, advance_cases),
@@ -273,7 +276,7 @@ def test_an_implementation_is_its_reference(operation, name):
             # In one program: operation by operation, most of the time goes into compilation.
             call = jax.jit(partial(implementation.call, backend, **options))
             found = jax.block_until_ready(call(*args))
-        if operation in ("argmax", "top_k"):
+        if operation in ("argmax", "top_k", "write, FP8"):
             expected = reference_of(operation).call(XLA, *args, **options)
             assert all(map(np.array_equal, *map(jax.tree.leaves, (found, expected))))
             continue

@@ -87,14 +87,18 @@ def _paged(source, rows, kv_heads, dim, capacity, dtype) -> KVCache:
     return KVCache(k, v, table.astype(np.int32))
 
 
-def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None, sinks=0, dtype=jnp.float32):
-    """(q, k, v, cache, length, bounds) of `ops.attention.attention`.
+def attention(
+    source, rows, tokens, heads, kv_heads, dim, capacity, window=None, sinks=0, dtype=jnp.float32, cached=None
+):  # fmt: skip
+    """(q, k, v, cache, length, bounds) of `ops.attention.attention`; ``cached``: dtype of keys and values, else q's.
 
     Contexts are empty, partly filled and full. The rows are those of a larger cache, of which the first is past the
     end. Positions that no token sees are NaN, and pages without a visible position are absent.
     """
-    q, k, v = (source.draw(rows, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
-    cache = _paged(source, rows + 1, kv_heads, dim, capacity, dtype)
+    cached = dtype if cached is None else cached
+    q = source.draw(rows, tokens, heads, dim, dtype=dtype)
+    k, v = (source.draw(rows, tokens, kv_heads, dim, dtype=cached) for _ in "kv")
+    cache = _paged(source, rows + 1, kv_heads, dim, capacity, cached)
     length = np.resize([capacity * 2 // 3, capacity, 0, min(30, capacity)], rows)
     # A row past the end stands for the last one.
     slots = np.array([rows + 1, 0, *range(2, rows)][:rows])
@@ -112,7 +116,7 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
         is_seen[table[row]] = pages
         table[row] = np.where(pages.any(1), table[row], len(cache.k))
     where = source.numpy.asarray(is_seen)[:, None, :, None]
-    cached_k, cached_v = (source.numpy.where(where, x, np.nan).astype(dtype) for x in (cache.k, cache.v))
+    cached_k, cached_v = (source.numpy.where(where, x, np.nan).astype(cached) for x in (cache.k, cache.v))
     cache = KVCache(cached_k, cached_v, table, jnp.asarray(slots, jnp.int32))
     bounds = Bounds(*(jnp.asarray(x, jnp.int32) for x in (first, recent, np.full(rows, sinks if window else 0))))
     return _placed((q, k, v, cache, length.astype(np.int32), bounds))

@@ -18,6 +18,7 @@ from tools.kernels.comparisons import (
     BF16,
     F16,
     F32,
+    FP8,
     Comparison,
     Sizes,
     attention,
@@ -139,6 +140,9 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         yield named(attention, 7, 5, dtype, heads="target", mask="causal", window=window, sinks=sinks)
         yield named(attention, 7, 5, dtype, heads="draft", mask="open", window=window)
         yield named(delta, 7, 16, dtype, alike=True)
+        yield named(attention, 7, 5, dtype, heads="target", mask="causal", cached="fp8")
+        yield named(attention, 1, 16, dtype, heads="draft", mask="open", cached="fp8")
+        yield named(attention, 7, 17, dtype, heads="target", mask="causal", window=window, sinks=sinks, cached="fp8")
     yield named(delta, 1, 65, BF16, alike=True)
     for dtype in (BF16, F32):
         for rows, tokens in sizes.few(dtype):
@@ -146,6 +150,7 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
             yield named(rotation, rows, tokens, dtype, heads="draft")
             yield named(writing, rows, tokens, dtype)
             yield named(convolutions, rows, tokens, dtype)
+    yield named(writing, 7, 5, FP8)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16, quantized="fp8")
     for rows, tokens in sizes.all(F32):

@@ -15,6 +15,7 @@ from dflash_jax.ops import attention as attention_op
 from dflash_jax.ops import block_convolution, cache_write, frame_attention, gated_delta, linear, moe
 from dflash_jax.ops import rotation as rotation_op
 from dflash_jax.ops.backend import Backend, Implementation
+from dflash_jax.ops.cache import FP8
 from dflash_jax.ops.card import HOPPER, Card
 from tools.kernels import arguments
 
@@ -113,11 +114,12 @@ def kernel_of(implementations: tuple[Implementation, ...], name: str = "triton")
     return partial(next(each.call for each in implementations if each.name == name), on_card())
 
 
-def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0) -> Comparison:
-    """Attention over a cache and a block."""
+def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None) -> Comparison:
+    """Attention over a cache and a block, with keys and values in ``dtype`` or, ``cached`` "fp8", in FP8."""
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
-    args = arguments.attention(source, rows, tokens, n, kv_heads, dim, capacity, window, sinks, dtype)
+    of_cache = FP8 if cached else dtype
+    args = arguments.attention(source, rows, tokens, n, kv_heads, dim, capacity, window, sinks, dtype, of_cache)
     block_mask = {
         "causal": None,
         "open": jnp.ones((tokens, tokens), bool),

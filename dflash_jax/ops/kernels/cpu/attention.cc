@@ -2,7 +2,8 @@
 // FFI calls: `attend`, `rotate` and `write` of calls.py.
 //
 // Attention is in float32. A part is one KV head of one batch entry; 16 of its query rows (ordered by token, then head)
-// are in the lanes of a vector. The valid part of the cache is read in place, once for each 16 rows.
+// are in the lanes of a vector: a tile. The valid part of the cache is read in place, once for each tile; FP8 is decoded
+// into float32, once for several tiles.
 
 #include <algorithm>
 #include <cstdint>
@@ -18,14 +19,23 @@ namespace {
 
 constexpr int kKeys = 64;       // keys of one update of the running softmax
 constexpr int kMaxHeadSize = 256;  // largest head size
+// Tiles that share decoded keys and values at most, and the fewest parts that a call is divided into for it.
+constexpr int64_t kTogether = 8, kFewestParts = 16;
 constexpr float kMasked = -1e30f;
 
 // The running softmax of 16 query rows.
 struct Softmax {
-  int64_t size, rows;               // head size; rows in use
-  Floats q[kMaxHeadSize];              // scaled, by feature
-  Floats best = Floats{} + kMasked, total = {};
-  float sums[kLanes][kMaxHeadSize] = {};
+  int64_t size, rows;  // head size; rows in use
+  Floats q[kMaxHeadSize];  // scaled, by feature
+  Floats best, total;
+  float sums[kLanes][kMaxHeadSize];
+
+  // Of `live` rows of heads of `head_size`, which have seen no key.
+  void Begin(int64_t head_size, int64_t live) {
+    size = head_size, rows = live;
+    best = Floats{} + kMasked, total = Floats{};
+    std::memset(sums, 0, sizeof sums);
+  }
 
   // n ≤ kKeys keys and values, `stride` floats apart; seen[j]: the lanes that see key j.
   void Fold(const float* k, const float* v, int64_t stride, int n, const Ints* seen) {
@@ -90,81 +100,151 @@ struct Softmax {
 
 using F32 = ffi::Buffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
+using Bytes = uint8_t __attribute__((vector_size(16)));
 
-// q [B, T, N, D]; k, v [B, T, K, D]; block_mask [1 or B, T, T], unless `causal`: a token sees itself and earlier ones;
+// float8_e4m3fn: a sign, four bits of exponent with a bias of 7, three of mantissa. NaN is decoded to 480: it is in no
+// cache but where nothing was written.
+inline void Decode(const uint8_t* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Bytes bytes;
+    std::memcpy(&bytes, from + i, sizeof bytes);
+    const Ints bits = __builtin_convertvector(bytes, Ints), size = bits & 127;
+    const Floats normal = (Floats)((size << 20) + (120 << 23));
+    // Below the least normal number the mantissa counts in units of 2^-9.
+    const Floats small = __builtin_convertvector(size, Floats) * 0.001953125f;
+    const Floats y = Choose(size < 8, small, normal);
+    Store(to + i, (Floats)((Ints)y | (bits & 128) << 24));
+  }
+}
+
+// Keys or values: `Rows` gives n ≤ kKeys of them, one each `stride` numbers from `at` on, and their stride in floats.
+struct Numbers {
+  const void* data;
+  bool is_fp8;
+
+  const float* Rows(int64_t at, int64_t& stride, int n, int64_t size, float* room) const {
+    if (!is_fp8) return static_cast<const float*>(data) + at;
+    const uint8_t* const from = static_cast<const uint8_t*>(data) + at;
+    for (int j = 0; j < n; ++j) Decode(from + j * stride, size, room + j * size);
+    stride = size;
+    return room;
+  }
+};
+
+// A tile: its rows' tokens, the first position that each sees, and where each is in q and in the result.
+struct Tile {
+  Softmax softmax;
+  Ints token, lowest;
+  int64_t place[kLanes], live, first_seen;
+};
+
+// q [B, T, N, D]; k, v [B, T, K, D], in float32 or float8_e4m3fn, as the caches are; block_mask [1 or B, T, T], unless `causal`: a token sees itself and earlier ones;
 // k_cache, v_cache [pages, K, P, D]; table [all rows, n], the pages of each row; rows, length, recent, sinks
 // [B]; first [B, T].
-ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_cache, F32 v_cache, I32 table, I32 rows,
-                I32 length, I32 first, I32 recent, I32 sinks, ffi::ResultBuffer<ffi::F32> out, bool causal) {
+ffi::Error Call(F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::PRED> block_mask, ffi::AnyBuffer k_cache,
+                ffi::AnyBuffer v_cache, I32 table, I32 rows, I32 length, I32 first, I32 recent, I32 sinks,
+                ffi::ResultBuffer<ffi::F32> out, bool causal) {
   const int64_t tokens = q.dimensions()[1], heads = q.dimensions()[2], size = q.dimensions()[3];
   const int64_t kv_heads = k.dimensions()[2], group = heads / kv_heads;
   const int64_t pages = k_cache.dimensions()[0], page_size = k_cache.dimensions()[2];
   const int64_t all = table.dimensions()[0], most = table.dimensions()[1];
   if (size > kMaxHeadSize || size % kLanes) return ffi::Error::InvalidArgument("heads of an unsupported size");
-  const int64_t tiles = (tokens * group + kLanes - 1) / kLanes;
+  const bool is_fp8 = k_cache.element_type() == ffi::F8E4M3FN;
+  for (const ffi::AnyBuffer& each : {k, v, k_cache, v_cache}) {
+    if (each.element_type() != (is_fp8 ? ffi::F8E4M3FN : ffi::F32)) {
+      return ffi::Error::InvalidArgument("keys and values of different or unsupported dtypes");
+    }
+  }
+  const Numbers new_k{k.untyped_data(), is_fp8}, new_v{v.untyped_data(), is_fp8};
+  const Numbers cached_k{k_cache.untyped_data(), is_fp8}, cached_v{v_cache.untyped_data(), is_fp8};
+  const int64_t tiles = (tokens * group + kLanes - 1) / kLanes, all_tiles = q.dimensions()[0] * kv_heads * tiles;
+  const int64_t together = is_fp8 ? std::clamp<int64_t>(std::min(tiles, all_tiles / kFewestParts), 1, kTogether) : 1;
+  const int64_t parts = (tiles + together - 1) / together;
   const bool one_mask = block_mask.dimensions()[0] == 1;
 
   const auto part = [&](int64_t i) {
-    const int64_t tile = i % tiles, head = i / tiles % kv_heads, b = i / tiles / kv_heads;
-    const int64_t begin = tile * kLanes, live = std::min<int64_t>(kLanes, tokens * group - begin);
-    Softmax softmax;
-    softmax.size = size, softmax.rows = live;
-    int64_t place[kLanes];
-    Ints token, lowest;
-    for (int m = 0; m < kLanes; ++m) {
-      // Lanes past the last row repeat it.
-      const int64_t row = begin + std::min<int64_t>(m, live - 1);
-      token[m] = row / group;
-      place[m] = ((b * tokens + token[m]) * heads + head * group + row % group) * size;
-      lowest[m] = first.typed_data()[b * tokens + token[m]];
-    }
+    const int64_t head = i / parts % kv_heads, b = i / parts / kv_heads, first_tile = i % parts * together;
+    const int64_t count = std::min(together, tiles - first_tile);
+    thread_local std::vector<Tile> room(kTogether);
+    thread_local std::vector<float> key_room(kKeys * kMaxHeadSize), value_room(kKeys * kMaxHeadSize);
     const float scale = 1.0f / __builtin_sqrtf(size);
-    for (int64_t d = 0; d < size; ++d) {
-      for (int m = 0; m < kLanes; ++m) softmax.q[d][m] = q.typed_data()[place[m] + d] * scale;
+    for (int64_t number = 0; number < count; ++number) {
+      Tile& tile = room[number];
+      const int64_t begin = (first_tile + number) * kLanes;
+      tile.live = std::min<int64_t>(kLanes, tokens * group - begin);
+      tile.softmax.Begin(size, tile.live);
+      for (int m = 0; m < kLanes; ++m) {
+        // Lanes past the last row repeat it.
+        const int64_t row = begin + std::min<int64_t>(m, tile.live - 1), token = row / group;
+        tile.token[m] = token;
+        tile.place[m] = ((b * tokens + token) * heads + head * group + row % group) * size;
+        tile.lowest[m] = first.typed_data()[b * tokens + token];
+      }
+      for (int64_t d = 0; d < size; ++d) {
+        for (int m = 0; m < kLanes; ++m) tile.softmax.q[d][m] = q.typed_data()[tile.place[m] + d] * scale;
+      }
+      tile.first_seen = tile.lowest[0];
+      for (int m = 1; m < kLanes; ++m) tile.first_seen = std::min<int64_t>(tile.first_seen, tile.lowest[m]);
+      tile.first_seen = std::max<int64_t>(tile.first_seen, 0);
     }
 
     Ints seen[kKeys];
     const int64_t used = std::min<int64_t>(length.typed_data()[b], most * page_size);
     const int64_t row = std::clamp<int64_t>(rows.typed_data()[b], 0, all - 1);
-    int64_t first_seen = lowest[0];
-    for (int m = 1; m < kLanes; ++m) first_seen = std::min<int64_t>(first_seen, lowest[m]);
-    first_seen = std::max<int64_t>(first_seen, 0);
+    int64_t first_seen = room[0].first_seen;
+    for (int64_t number = 1; number < count; ++number) first_seen = std::min(first_seen, room[number].first_seen);
     const int64_t sink_end = sinks.typed_data()[b], recent_start = recent.typed_data()[b];
     // What no token sees is not read: it may never have been written.
-    const int64_t ranges[2][2] = {{first_seen, std::min(sink_end, used)},
-                                  {std::max({first_seen, recent_start, sink_end}), used}};
-    for (const auto& [begin, limit] : ranges) {
-      for (int64_t start = begin, end; start < limit; start = end) {
+    const int64_t ranges[2][2] = {{0, std::min(sink_end, used)}, {std::max(recent_start, sink_end), used}};
+    for (const auto& [from, limit] : ranges) {
+      for (int64_t start = std::max(from, first_seen), end; start < limit; start = end) {
         // Keys of one page: page sizes are multiples of kKeys, or smaller.
         end = std::min({(start / kKeys + 1) * kKeys, (start / page_size + 1) * page_size, limit});
-        const int n = end - start;
-        for (int j = 0; j < n; ++j) seen[j] = lowest <= static_cast<int32_t>(start + j);
         const int64_t page = std::clamp<int64_t>(table.typed_data()[row * most + start / page_size], 0, pages - 1);
-        const int64_t from = ((page * kv_heads + head) * page_size + start % page_size) * size;
-        softmax.Fold(k_cache.typed_data() + from, v_cache.typed_data() + from, size, n, seen);
-      }
-    }
-    const int64_t first_new = (b * tokens * kv_heads + head) * size, stride = kv_heads * size;
-    const int64_t visible = causal ? token[kLanes - 1] + 1 : tokens;
-    for (int64_t start = 0; start < visible; start += kKeys) {
-      const int n = std::min<int64_t>(kKeys, visible - start);
-      for (int j = 0; j < n; ++j) {
-        const int32_t other = start + j;
-        seen[j] = token >= other;
-        for (int m = 0; !causal && m < kLanes; ++m) {
-          const int64_t row = (one_mask ? 0 : b) * tokens + token[m];
-          seen[j][m] = block_mask.typed_data()[row * tokens + other] ? -1 : 0;
+        const int64_t at = ((page * kv_heads + head) * page_size + start % page_size) * size;
+        int64_t stride = size, of_values = size;
+        const float* const keys = cached_k.Rows(at, stride, end - start, size, key_room.data());
+        const float* const values = cached_v.Rows(at, of_values, end - start, size, value_room.data());
+        for (int64_t number = 0; number < count; ++number) {
+          Tile& tile = room[number];
+          const int64_t begin = std::max(start, tile.first_seen);
+          if (begin >= end) continue;
+          for (int64_t p = begin; p < end; ++p) seen[p - begin] = tile.lowest <= static_cast<int32_t>(p);
+          const int64_t skipped = (begin - start) * stride;
+          tile.softmax.Fold(keys + skipped, values + skipped, stride, end - begin, seen);
         }
       }
-      const int64_t from = first_new + start * stride;
-      softmax.Fold(k.typed_data() + from, v.typed_data() + from, stride, n, seen);
     }
-    for (int64_t m = 0; m < live; ++m) {
-      float* y = out->typed_data() + place[m];
-      for (int64_t d = 0; d < size; ++d) y[d] = softmax.sums[m][d] / softmax.total[m];
+    const int64_t first_new = (b * tokens * kv_heads + head) * size;
+    const int64_t visible = causal ? room[count - 1].token[kLanes - 1] + 1 : tokens;
+    for (int64_t start = 0; start < visible; start += kKeys) {
+      int64_t stride = kv_heads * size, of_values = stride;
+      const int64_t n = std::min<int64_t>(kKeys, visible - start), at = first_new + start * stride;
+      const float* const keys = new_k.Rows(at, stride, n, size, key_room.data());
+      const float* const values = new_v.Rows(at, of_values, n, size, value_room.data());
+      for (int64_t number = 0; number < count; ++number) {
+        Tile& tile = room[number];
+        const int64_t own = causal ? std::min<int64_t>(n, tile.token[kLanes - 1] + 1 - start) : n;
+        for (int64_t j = 0; j < own; ++j) {
+          const int32_t other = start + j;
+          seen[j] = tile.token >= other;
+          for (int m = 0; !causal && m < kLanes; ++m) {
+            const int64_t row = (one_mask ? 0 : b) * tokens + tile.token[m];
+            seen[j][m] = block_mask.typed_data()[row * tokens + other] ? -1 : 0;
+          }
+        }
+        if (own > 0) tile.softmax.Fold(keys, values, stride, own, seen);
+      }
+    }
+    for (int64_t number = 0; number < count; ++number) {
+      const Tile& tile = room[number];
+      for (int64_t m = 0; m < tile.live; ++m) {
+        float* y = out->typed_data() + tile.place[m];
+        for (int64_t d = 0; d < size; ++d) y[d] = tile.softmax.sums[m][d] / tile.softmax.total[m];
+      }
     }
   };
-  TheTeam().Run(q.dimensions()[0] * kv_heads * tiles, part);
+  TheTeam().Run(q.dimensions()[0] * kv_heads * parts, part);
   return ffi::Error::Success();
 }
 
@@ -277,11 +357,11 @@ ffi::Error Write(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, I32 table, ffi:
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashAttend, Call,
                               ffi::Ffi::Bind()
                                   .Arg<F32>()
-                                  .Arg<F32>()
-                                  .Arg<F32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Arg<F32>()
-                                  .Arg<F32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Arg<I32>()

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.ops.cache import FP8, Bounds, DeltaRecord, DeltaState, KVCache
 from dflash_jax.ops.kernels.cpu.library import find_compiler, load, threads
 from dflash_jax.ops.weights import LANES, PackedWeight
 
@@ -130,8 +130,9 @@ def can_fuse_swiglu(weight: PackedWeight) -> bool:
 def why_not_attended(q: Array, cache: KVCache) -> str | None:
     """The reason why `attend` does not support queries [B, T, N, D] and a cache, or None."""
     size = q.shape[-1]
-    if not q.dtype == cache.k.dtype == jnp.float32:
-        return f"{jnp.dtype(q.dtype).name}: the kernel is for float32"
+    if q.dtype != jnp.float32 or cache.k.dtype not in (jnp.float32, FP8):
+        cached = jnp.dtype(cache.k.dtype).name
+        return f"{jnp.dtype(q.dtype).name} over {cached}: the kernel is for float32, over that or {FP8.__name__}"
     if size % LANES or size > MAX_HEAD_SIZE:
         return f"heads of {size}: sizes are multiples of {LANES} up to {MAX_HEAD_SIZE}"
     return None

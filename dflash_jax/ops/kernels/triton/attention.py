@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.ops.cache import Bounds, KVCache
-from dflash_jax.ops.card import KIB, Card
+from dflash_jax.ops.cache import FP8, Bounds, KVCache
+from dflash_jax.ops.card import KIB, OLDEST_FP8, Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
@@ -21,8 +21,18 @@ PROGRAMS, MAX_SPLITS = 264, 32
 # Query rows of a program (for up to FEW_TOKENS new tokens, and for more), context positions of a loop step (both are
 # reduced where the card's shared memory is too small), warps (for fewer than 64 rows, and for more) and stages.
 ROWS, FEW_TOKENS, POSITIONS, WARPS, STAGES = (64, 128), 64, 128, (4, 8), 2
+# Numbers of a step's keys in FP8 from which a program of few rows has as many warps as one of 64.
+WIDE_STEP = 64 * 256
 # Supported head sizes, and the most tokens whose queries and keys are normed, rotated and written by these kernels.
 HEAD_SIZES, MAX_TOKENS = (16, 32, 64, 128, 256), 512
+
+
+@triton.jit
+def _widened(x, dtype: tl.constexpr):
+    """Keys or values in the dtype of queries; FP8 is exact in it, and goes through float32 as in `tiles.tile`."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float32)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -78,10 +88,10 @@ def _attend(
         position = first_place + tl.arange(0, BS)
         page = tl.minimum(tl.load(table + row * PAGES + first_place // PAGE), LAST_PAGE).to(tl.int64)
         offset = (page * KH + head) * PAGE * D + (first_place % PAGE + tl.arange(0, BS))[:, None] * D + d[None, :]
-        k = tl.load(k_cache + offset, mask=inside[:, None], other=0.0)
+        k = _widened(tl.load(k_cache + offset, mask=inside[:, None], other=0.0), query.dtype)
         seen = inside & (position >= lowest) & ((position >= recent_start) | (position < sink_end))
         # What was never written may be NaN.
-        v = tl.load(v_cache + offset, mask=seen[:, None], other=0.0)
+        v = _widened(tl.load(v_cache + offset, mask=seen[:, None], other=0.0), query.dtype)
         mask = seen[None, :] & (position[None, :] >= first_position[:, None])
         running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
 
@@ -93,8 +103,8 @@ def _attend(
         for start in range(0, tl.where(split == SPLITS - 1, block_end, 0), BT):
             u = start + tl.arange(0, BT)
             offset = ((b * T + u) * KH + head)[:, None] * D + d[None, :]
-            k = tl.load(k_new + offset, mask=(u < T)[:, None], other=0.0)
-            v = tl.load(v_new + offset, mask=(u < T)[:, None], other=0.0)
+            k = _widened(tl.load(k_new + offset, mask=(u < T)[:, None], other=0.0), query.dtype)
+            v = _widened(tl.load(v_new + offset, mask=(u < T)[:, None], other=0.0), query.dtype)
             mask = live[:, None] & (u < T)[None, :]
             if CAUSAL:
                 mask = mask & (u[None, :] <= t[:, None])
@@ -178,9 +188,9 @@ def _write(
     tl.store(v_cache + target, tl.load(v + source).to(v_cache.dtype.element_ty), mask=is_written)
 
 
-def why_not_written(k: Array) -> str | None:
-    """The reason why `write_triton` does not support keys ``k`` [B, T, K, D], or None."""
-    return why_not(k) or _why_not_tokens(k)
+def why_not_written(card: Card, k: Array) -> str | None:
+    """The reason why `write_triton` does not support keys ``k`` [B, T, K, D], in the cache's dtype, or None."""
+    return _why_not_size(k) or _why_not_read(card, k) or _why_not_tokens(k)
 
 
 def _why_not_tokens(k: Array) -> str | None:
@@ -224,7 +234,7 @@ def write_triton(
 
 def why_not_rotated(k: Array) -> str | None:
     """The reason why `rotate_triton` does not support keys ``k`` [B, T, K, D] and their queries, or None."""
-    return why_not(k) or _why_not_tokens(k)
+    return _why_not_size(k) or _why_not_tokens(k)
 
 
 def rotate_triton(
@@ -250,9 +260,18 @@ def rotate_triton(
     return (None if q is None else rotated[0]), rotated[1]
 
 
-def why_not(q: Array) -> str | None:
-    """The reason why `attend_triton` does not support queries ``q`` [B, T, N, D], or None."""
-    return None if q.shape[3] in HEAD_SIZES else f"heads of {q.shape[3]}: sizes are {', '.join(map(str, HEAD_SIZES))}"
+def why_not(card: Card, k: Array) -> str | None:
+    """The reason why `attend_triton` does not support keys ``k`` [B, T, K, D], in the cache's dtype, or None."""
+    return _why_not_size(k) or _why_not_read(card, k)
+
+
+def _why_not_size(x: Array) -> str | None:
+    return None if x.shape[3] in HEAD_SIZES else f"heads of {x.shape[3]}: sizes are {', '.join(map(str, HEAD_SIZES))}"
+
+
+def _why_not_read(card: Card, k: Array) -> str | None:
+    is_read = k.dtype != FP8 or card.capability >= OLDEST_FP8
+    return None if is_read else f"sm_{card.capability} does not read float8"
 
 
 def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tuple[int, int]:
@@ -387,9 +406,11 @@ def _partial_softmaxes(
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape, (*shape, d))]
     context = [cache.k, cache.v, cache.table, cache.row_indices(), length]
     seen = [bounds.first, bounds.recent, bounds.sinks, *bounds.skipped(cache.page_size)]
+    # A step's keys in FP8 pass through float32: of heads of 256 they take the registers of 8 warps.
+    is_wide = block >= 64 or (cache.k.dtype == FP8 and positions * d >= WIDE_STEP)
     return triton_call(
         card, _attend, [q, k, v, block_mask, *context, *seen], out, (b * heads, splits, tiles),
-        num_warps=WARPS[block >= 64], num_stages=STAGES,
+        num_warps=WARPS[is_wide], num_stages=STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.table.shape[0], PAGES=cache.table.shape[1],
         LAST_PAGE=cache.k.shape[0] - 1, PAGE=cache.page_size, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
         BM=block, BS=positions, BT=0 if new is None else min(positions, max(16, next_power_of_two(t))),
