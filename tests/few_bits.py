@@ -1,12 +1,18 @@
 """Random weights in few bits as checkpoints have them, and what they stand for by the formulas of the formats alone."""
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from dflash_jax.ops.weights import CODES, QuantizedWeight
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 BLOCK = 32
 # As compressed-tensors and ModelOpt name them; "mixed" is NVIDIA's MIXED_PRECISION.
 FP8 = ("fp8 tensor", "fp8 channel", "fp8 block", "fp8 modelopt")
+# As `QuantizedWeight` has them.
+NUMBERS = (*CODES, "int8", "fp8")
 # Of integers, those of COMPRESSED that are not packed are UNPACKED.
 UNPACKED = ("int8 channel", "int8 naive", "int8 tensor")
 COMPRESSED = ("int4 group", "int4 asymmetric", "int4 channel", "int8 asymmetric", *UNPACKED)
@@ -204,3 +210,36 @@ def config(form: str, layers: int = 2) -> dict:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     ignore = ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:visual.*"]
     return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ignore}
+
+
+def weight(
+    rng, rows: tuple[int, ...], size: int, run: int, form: str, has_zero: bool = False, has_factor: bool = False,
+    scale=None,
+) -> QuantizedWeight:  # fmt: skip
+    """A random weight [*rows, size] of `NUMBERS`; its scales have a dtype, by default one that follows from the rest.
+
+    A number times its scale has no more bits than a float32.
+    """
+    runs = (*rows, size // run)
+    if form in CODES:
+        values = rng.integers(0, 256, (*rows, size // 2), np.uint8)
+    else:
+        values = rng.integers(-127, 128, (*rows, size)).astype(np.int8 if form == "int8" else FLOAT8)
+    scales = rng.uniform(0.5, 2, runs).astype(FLOAT8 if has_factor else ml_dtypes.bfloat16)
+    zero = rng.integers(-8, 8, runs).astype(np.int8) if has_zero else None
+    factor = rng.uniform(0.5, 2, (*rows, 1)).astype(ml_dtypes.bfloat16).astype(np.float32) if has_factor else None
+    scales = scales.astype(scale or (FLOAT8 if has_factor else np.float32))
+    return jax.tree.map(jnp.asarray, QuantizedWeight(values, scales, zero, factor, form if form in CODES else None))
+
+
+def of(weight: QuantizedWeight) -> np.ndarray:
+    """The float64 array that a weight stands for."""
+    values, scale = np.asarray(weight.values), np.asarray(weight.scale)
+    if weight.code is not None:
+        codes = np.stack([values & 15, values >> 4], -1).reshape(weight.shape)
+        numbers = codes.astype(np.float64) - 8 if weight.code == "int4" else of_e2m1(codes).astype(np.float64)
+    else:
+        numbers = (of_e4m3(values) if values.dtype == FLOAT8 else values).astype(np.float64)
+    whole = scale.astype(np.float64) * (1 if weight.factor is None else np.asarray(weight.factor))
+    zero = 0 if weight.zero is None else np.asarray(weight.zero)[..., None]
+    return ((numbers.reshape(*scale.shape, -1) - zero) * whole[..., None]).reshape(weight.shape)

@@ -26,6 +26,10 @@ SYSTEMS = {
     "qwen3.6-27b": "",
     "qwen3.5-397b-a17b": "tensor=8",
     "qwen3.8-27b": "",
+    # With how its weights are quantized.
+    "qwen3.6-35b-a3b nvfp4": "",
+    "qwen3.6-35b-a3b int4": "",
+    "qwen3.6-35b-a3b int4-128": "",
 }
 # One period of the hybrid models' layers: the others launch the same kernels.
 LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
@@ -35,7 +39,7 @@ TENSOR_MEMORY = 512
 # Triton's names of dtypes, by JAX's names.
 KINDS = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv",
-    "int8": "i8", "int32": "i32", "bool": "i1",
+    "int8": "i8", "uint8": "u8", "int32": "i32", "bool": "i1",
 }  # fmt: skip
 
 
@@ -79,7 +83,7 @@ def launches(
     """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
 
     Args:
-        config: Name or file of the system.
+        config: Name or file of the system, or a key of `SYSTEMS`.
         mesh: The mesh.
         card: The card.
         dtype: Dtype of the weights that are not quantized.
@@ -105,6 +109,8 @@ def launches(
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
+    if config in SYSTEMS and " " in config:
+        config, _, quantize = config.partition(" ")
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     block_size = pair.draft.block_size if pair.draft is not None else 1
@@ -143,7 +149,9 @@ def compiled(launch: dict, capability: int) -> dict:
     signature |= dict.fromkeys(names[len(kinds) :], "constexpr")
     # As jax-triton has it: JAX's arrays begin at multiples of 16 bytes.
     attrs = {(i,): [["tt.divisibility", 16]] for i in range(len(kinds))}
-    source = ASTSource(kernel, signature, dict(launch["meta"]), attrs)
+    # JSON has no tuples.
+    meta = {name: tuple(value) if isinstance(value, list) else value for name, value in launch["meta"].items()}
+    source = ASTSource(kernel, signature, meta, attrs)
     options = {
         "num_warps": launch["num_warps"],
         "num_stages": launch["num_stages"],

@@ -39,6 +39,8 @@ def interpret(launch: Launch) -> list[np.ndarray]:
     for spec in launch.out:
         dtype = getattr(torch, jnp.dtype(spec.dtype).name)
         outputs.append(torch.full(spec.shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype))
+    # XLA's threads round subnormal numbers to zero, a card does not.
+    torch.set_flush_denormal(False)
     with _LOCK:
         launch.kernel[launch.grid](*args, *outputs, **launch.meta)
     return [_to_numpy(x) for x in (*(args[i] for i in launch.in_place), *outputs)]
@@ -107,13 +109,23 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
         product = original_dot(self, a, b, wide, input_precision, None)
         return interpreter.TensorHandle(product.data.astype(np.float32), interpreter.tl.float32)
 
-    original_patch, original_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_tensor, dot
-    try:
-        with launching(launcher):
-            yield ran
-    finally:
-        interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = original_patch, original_dot
+    def binary_op(self, a, b, op):
+        if a.dtype.scalar != interpreter.tl.bfloat16:
+            return original_op(self, a, b, op)
+        bits = op(_operand(a, False).data, _operand(b, False).data).astype(jnp.bfloat16).view(np.uint16)
+        return interpreter.TensorHandle(bits, interpreter.tl.bfloat16)
+
+    original_patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    original_dot, original_op = builder.create_dot, builder.binary_op
+    with ExitStack() as stack:
+        for of, name, value in (
+            (interpreter, "_patch_lang_tensor", patch_tensor),
+            (builder, "create_dot", dot),
+            (builder, "binary_op", binary_op),
+        ):
+            stack.enter_context(mock.patch.object(of, name, value))
+        stack.enter_context(launching(launcher))
+        yield ran
 
 
 @contextmanager

@@ -216,8 +216,6 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     quantize = without_format(given.quantize, read_raw(directory, overrides), directory)
     target = load_target(directory, dtype, given.layout, quantize, backend, overrides)
     target = packed(target, given.dtype_name)
-    if reason := backend.no_triton_for({x.dtype for x in jax.tree.leaves(target)}):
-        log.warning("products of weights without Triton kernels: %s", reason)
     drafters: list[Drafting] = []
     for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
         if isinstance(draft, Path):

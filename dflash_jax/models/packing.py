@@ -17,7 +17,7 @@ def pack_weights(module: M) -> M:
 
     Args:
         module: The module. Its submodules name the parameters to pack in ``matrices()``, parameter → number of its
-            contracted last axes. Quantised parameters stay as they are. Each packed parameter's array is deleted.
+            contracted last axes. Each packed parameter's arrays are deleted.
 
     Returns:
         The module with packed weights.
@@ -25,19 +25,22 @@ def pack_weights(module: M) -> M:
     leaves, structure = jax.tree.flatten(module, is_weight)
     for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_weight)):
         leaf = leaves[i]
-        if contracted and not is_weight(leaf):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                leaves[i] = PackedWeight.abstract(leaf.shape, contracted)
+        if contracted and not isinstance(leaf, PackedWeight):
+            arrays = jax.tree.leaves(leaf)
+            if isinstance(arrays[0], jax.ShapeDtypeStruct):
+                leaves[i] = PackedWeight.abstract(leaf, contracted)
                 continue
             # By numpy: nothing to compile for each shape.
-            leaves[i] = jax.device_put(PackedWeight.of(np.asarray(leaf), contracted), leaf.device)
-            leaf.delete()
+            whole = jax.tree.map(np.asarray, leaf)
+            leaves[i] = jax.device_put(PackedWeight.of(whole, contracted), arrays[0].device)
+            for array in arrays:
+                array.delete()
     return jax.tree.unflatten(structure, leaves)
 
 
 def unpack_weights(module: M) -> M:
-    """The module with float32 arrays in place of packed weights: undoes `pack_weights`."""
-    return jax.tree.map(lambda x: _dense(x) if isinstance(x, PackedWeight) else x, module, is_leaf=is_weight)
+    """The module with arrays and `QuantizedWeight` in place of packed weights: undoes `pack_weights`."""
+    return jax.tree.map(lambda x: _unpacked(x) if isinstance(x, PackedWeight) else x, module, is_leaf=is_weight)
 
 
-_dense = jax.jit(PackedWeight.dense)
+_unpacked = jax.jit(PackedWeight.unpacked)

@@ -10,7 +10,7 @@ the backend and the arguments computes the result; the reference comes last and 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -19,10 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from dflash_jax.errors import InputError
-from dflash_jax.ops.card import CHOICES, OLDEST, OLDEST_FP8, Card
+from dflash_jax.ops.card import CHOICES, OLDEST, Card
 from dflash_jax.ops.kernels.cpu import calls as cpp
 
 # The oldest Triton with what jax-triton 0.4.1 takes from it. With an older one jax-triton fails at the first launch.
@@ -135,15 +134,6 @@ class Backend:
         if self.card is None:
             raise ValueError(f"{self} has no card")
         return self.card
-
-    def no_triton_for(self, dtypes: Iterable[DTypeLike]) -> str | None:
-        """Why weights of these dtypes get no Triton kernels on this backend although others do; None otherwise."""
-        if self.card is None or not self.has_triton or self.card.capability >= OLDEST_FP8:
-            return None
-        if jnp.dtype(jnp.float8_e4m3fn) not in dtypes:
-            return None
-        capability, needed = (f"{n // 10}.{n % 10}" for n in (self.card.capability, OLDEST_FP8))
-        return f"the card has compute capability {capability}: kernels for float8 need {needed}"
 
 
 # A CPU without this package's kernels.

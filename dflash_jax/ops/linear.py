@@ -302,7 +302,7 @@ def _supports_triton(
         return "the kernel computes no GELU or LayerNorm"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
-    return triton_linear.why_not(*_matrix_shape(x, contracted), weights, backend.triton_card)
+    return triton_linear.why_not(*_matrix_shape(x, contracted), weights)
 
 
 def _triton(

@@ -278,7 +278,7 @@ def _supports_triton(
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import experts as triton_experts
 
-    return triton_experts.why_not(x.shape[0] * experts_per_token, gate_up, down, backend.triton_card)
+    return triton_experts.why_not(x.shape[0] * experts_per_token, gate_up, down)
 
 
 def _triton(backend: Backend, *args: Any, experts_per_token: int, normalise: bool) -> Array:
@@ -297,7 +297,9 @@ def _triton(backend: Backend, *args: Any, experts_per_token: int, normalise: boo
     ) -> Array:
         card, local = backend.triton_card, gate_up.shape[0]
         weights, chosen = triton_routing.route_triton(card, logits, live, first, local, experts_per_token, normalise)
-        fused = shared is None or all(map(triton_experts.are_alike, (gate_up, down), shared))
+        fused = shared is None or all(
+            triton_experts.are_alike(w, other, card) for w, other in zip((gate_up, down), shared[:2], strict=True)
+        )
         y = triton_experts.experts_triton(card, x, weights, chosen, gate_up, down, shared if fused else None, residual)
         return y if fused else _with_shared(backend, y, x, shared)
 

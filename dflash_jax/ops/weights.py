@@ -30,6 +30,9 @@ _RATIOS = {
     "int4": tuple(sign * n / 2 for n in range(12, 20) for sign in (1, -1)),
     "e2m1": tuple(n / 2 for n in range(8, 15)),
 }
+# What the C++ kernels read (`PanelForm`), in the order of the enumerations in kernels/cpu/panels.h.
+NUMBERS = ("int8", "fp8", "int4", "e2m1")
+SCALES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "zero", "factor"], meta_fields=["code"])
@@ -160,10 +163,59 @@ def _numbers_of(codes: Array, code: str) -> Array:
     return jnp.where(codes > 7, -size, size).astype(jnp.bfloat16) * 0.5
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["panels", "index"], meta_fields=["shape", "contracted"])
+@dataclass(frozen=True)
+class PanelForm:
+    """What the panels of a `QuantizedWeight` have of each output: its arrays' bytes, each padded to whole words.
+
+    Attributes:
+        numbers: One of `NUMBERS`.
+        runs: Equal runs of inputs, each with a scale.
+        scale: Dtype of the scales, one of `SCALES`.
+        has_zero: Whether each run has a zero point.
+        factors: Scales of the scales, each for as many runs.
+    """
+
+    numbers: str
+    runs: int
+    scale: str
+    has_zero: bool
+    factors: int
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> "PanelForm":
+        """The form of a weight [O, I], arrays or shape structs."""
+        numbers = weight.code or ("int8" if weight.values.dtype == jnp.int8 else "fp8")
+        scale = jnp.dtype(weight.scale.dtype).name
+        factors = 0 if weight.factor is None else weight.factor.shape[-1]
+        scale = scale if scale in SCALES else "float32"
+        return cls(numbers, weight.scale.shape[-1], scale, weight.zero is not None, factors)
+
+    def fields(self) -> tuple[int, ...]:
+        """The fields of `Form` in kernels/cpu/panels.h."""
+        return 1 + NUMBERS.index(self.numbers), self.runs, SCALES.index(self.scale), int(self.has_zero), self.factors
+
+    def arrays(self, inputs: int) -> dict[str, tuple[int, np.dtype[Any]]]:
+        """Size and dtype of each array of an output, in order, by their names in `QuantizedWeight.arrays`."""
+        if self.numbers in CODES:
+            arrays = {self.numbers: (inputs // 2, np.dtype(np.uint8))}
+        else:
+            arrays = {"values": (inputs, np.dtype(jnp.int8 if self.numbers == "int8" else jnp.float8_e4m3fn))}
+        arrays["scale"] = self.runs, np.dtype(self.scale)
+        if self.has_zero:
+            arrays["zero"] = self.runs, np.dtype(np.int8)
+        if self.factors:
+            arrays["factor"] = self.factors, np.dtype(np.float32)
+        return arrays
+
+    def words(self, inputs: int) -> int:
+        """Words of an output."""
+        return sum(-(-size * dtype.itemsize // 4) for size, dtype in self.arrays(inputs).values())
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["panels", "index"], meta_fields=["shape", "contracted", "form"])
 @dataclass(frozen=True)
 class PackedWeight:
-    """A float32 weight, as a matrix [O, I], in panels of 16 outputs for the C++ kernels.
+    """A float32 weight or a `QuantizedWeight`, as a matrix [O, I], in panels of 16 outputs for the C++ kernels.
 
     It stands where a weight array stands. Padding past the last output, and of an odd I, is zero. Panels of 16-bit
     values have dtype uint32, not bfloat16: of rows of a bfloat16 array XLA's CPU compiler first makes a float32 copy of
@@ -171,9 +223,10 @@ class PackedWeight:
 
     Attributes:
         panels: float32 [O / 16, I, 16]; or, where the weight is exact in bfloat16, as one from a bfloat16 checkpoint
-            is, uint32 [O / 16, I / 2, 16], whose low halves are even inputs.
+            is, uint32 [O / 16, I / 2, 16], whose low halves are even inputs; or uint32 [O / 16, words, 16] of ``form``.
         shape: The weight's shape, [*out, *in].
         contracted: How many axes *in has.
+        form: What panels of a `QuantizedWeight` have; None: those of a float32 weight.
         index: Which weight of a stack this is, int32 []; None: ``panels`` are those of one weight. The kernel reads a
             stack in place, where XLA would copy the weight out of it for each product.
     """
@@ -181,31 +234,41 @@ class PackedWeight:
     panels: Shaped[Array, "blocks I 16"]
     shape: tuple[int, ...]
     contracted: int = 1
+    form: PanelForm | None = None
     index: Int[Array, ""] | None = None
 
     dtype = jnp.float32
 
     @classmethod
-    def of(cls, weight: np.ndarray[Any, np.dtype[np.float32]], contracted: int) -> "PackedWeight":
-        """Packs a float32 weight [*out, *in] with ``contracted`` axes in *in; the panels are a NumPy array."""
+    def of(cls, weight: "np.ndarray[Any, np.dtype[np.float32]] | QuantizedWeight", contracted: int) -> "PackedWeight":
+        """Packs a weight [*out, *in] with ``contracted`` axes in *in; the panels are a NumPy array."""
         inputs = math.prod(weight.shape[weight.ndim - contracted :])
+        if isinstance(weight, QuantizedWeight):
+            rows = jax.tree.map(np.asarray, weight).reshape(math.prod(weight.shape) // inputs, inputs)
+            form = PanelForm.of(rows)
+            rows = _with_nan_scales(rows) if form.numbers == "fp8" else rows
+            typed = zip(rows.arrays().values(), form.arrays(inputs).values(), strict=True)
+            words = _words_of_rows([array.astype(dtype) for array, (_, dtype) in typed])
+            return cls(_panels(words), weight.shape, contracted, form)
         matrix = weight.reshape(-1, inputs)
-        if len(matrix) % LANES or inputs % 2:
-            matrix = np.pad(matrix, ((0, -len(matrix) % LANES), (0, inputs % 2)))
-        matrix = matrix.reshape(-1, LANES, inputs + inputs % 2)
+        if inputs % 2:
+            matrix = np.pad(matrix, ((0, 0), (0, 1)))
         bits = matrix.view(np.uint32)
-        panels: Any = matrix
         if not np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
-            panels = bits[..., ::2] >> 16 | bits[..., 1::2]
-        panels = np.ascontiguousarray(panels.transpose(0, 2, 1))
-        return cls(panels, weight.shape, contracted)
+            matrix = bits[..., ::2] >> 16 | bits[..., 1::2]
+        return cls(_panels(matrix), weight.shape, contracted)
 
     @classmethod
-    def abstract(cls, shape: tuple[int, ...], contracted: int) -> "PackedWeight":
-        """A packed weight of ``shape`` with a shape struct in place of its panels."""
+    def abstract(cls, weight: "jax.ShapeDtypeStruct | QuantizedWeight", contracted: int) -> "PackedWeight":
+        """A packed weight with a shape struct in place of its panels, of shape structs."""
+        shape = weight.shape
         outputs, inputs = (math.prod(part) for part in (shape[:-contracted], shape[-contracted:]))
-        panels: Any = jax.ShapeDtypeStruct((-(-outputs // LANES), inputs + inputs % 2, LANES), jnp.float32)
-        return cls(panels, shape, contracted)
+        form, words, dtype = None, inputs + inputs % 2, jnp.float32
+        if isinstance(weight, QuantizedWeight):
+            form = PanelForm.of(jax.eval_shape(lambda w: w.reshape(outputs, inputs), weight))
+            words, dtype = form.words(inputs), jnp.uint32
+        panels: Any = jax.ShapeDtypeStruct((-(-outputs // LANES), words, LANES), dtype)
+        return cls(panels, shape, contracted, form)
 
     @property
     def ndim(self) -> int:
@@ -218,11 +281,11 @@ class PackedWeight:
             return self
         if self.ndim != 2 or self.index is not None:
             raise IndexError(f"rows of a weight of shape {self.shape}: it must have two axes, and be of no stack")
-        return self._floats(self.panels[index // LANES, :, index % LANES], self.shape[1])
+        return dense(self._rows(self.panels[index // LANES, :, index % LANES], self.shape[1]), jnp.float32)
 
     def reshape(self, outputs: int, inputs: int) -> "PackedWeight":
         """The weight as a matrix [outputs, inputs]; ``outputs`` follows from ``inputs`` and may be -1."""
-        return PackedWeight(self.panels, (math.prod(self.shape) // inputs, inputs), index=self.index)
+        return replace(self, shape=(math.prod(self.shape) // inputs, inputs), contracted=1)
 
     def of_stack(self, index: Int[Array, ""]) -> "PackedWeight":
         """One weight [*out, *in] of a stack [n, *out, *in].
@@ -232,24 +295,59 @@ class PackedWeight:
         """
         if (outputs := math.prod(self.shape[1 : -self.contracted])) % LANES:
             raise ValueError(f"{outputs} outputs of a weight of a stack: they must be a multiple of {LANES}")
-        return PackedWeight(self.panels, self.shape[1:], self.contracted, index)
+        return replace(self, shape=self.shape[1:], index=index)
 
-    def dense(self) -> Float[Array, "..."]:
-        """The weight as an array [*out, *in]."""
+    def unpacked(self) -> "Array | QuantizedWeight":
+        """What was packed: an array float32 [*out, *in], or a `QuantizedWeight`."""
         panels = self.panels
         if self.index is not None:
             count = math.prod(self.shape[: -self.contracted]) // LANES
             panels = jax.lax.dynamic_slice_in_dim(panels, self.index * count, count)
-        matrix = self._floats(panels.transpose(0, 2, 1), math.prod(self.shape[-self.contracted :]))
-        return matrix.reshape(-1, matrix.shape[-1])[: math.prod(self.shape[: -self.contracted])].reshape(self.shape)
+        inputs = math.prod(self.shape[-self.contracted :])
+        rows = panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[: math.prod(self.shape) // inputs]
+        weight = self._rows(rows, inputs)
+        return jax.tree.map(lambda array: array.reshape(*self.shape[:-1], -1), weight)
 
-    @staticmethod
-    def _floats(rows: Array, inputs: int) -> Array:
-        """Stored inputs [..., I or I / 2] → float32 [..., inputs]."""
+    def dense(self) -> Float[Array, "..."]:
+        """The weight as an array float32 [*out, *in]."""
+        return dense(self.unpacked())
+
+    def _rows(self, rows: Array, inputs: int) -> "Array | QuantizedWeight":
+        """Words of outputs [..., words] → the outputs [..., inputs]."""
+        if self.form is not None:
+            arrays: dict[str, Array] = {}
+            for name, (size, dtype) in self.form.arrays(inputs).items():
+                count = -(-size * dtype.itemsize // 4)
+                words, rows = rows[..., :count], rows[..., count:]
+                parts = jax.lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
+                arrays[name] = parts[..., :size]
+            return QuantizedWeight.of(arrays)
         if rows.dtype == jnp.uint32:
             pairs = jnp.stack([rows << 16, rows & jnp.uint32(0xFFFF0000)], axis=-1)
             rows = jax.lax.bitcast_convert_type(pairs, jnp.float32).reshape(*rows.shape[:-1], -1)
         return rows[..., :inputs]
+
+
+def _with_nan_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight of FP8 with NaN for the scale of each run that has one: the kernels take numbers for numbers."""
+    if np.max(np.asarray(weight.values).view(np.uint8) << 1) < 0xFE:
+        return weight
+    is_nan = np.isnan(np.asarray(weight.values).astype(np.float32)).reshape(*weight.scale.shape, -1).any(-1)
+    scale: Any = np.where(is_nan, np.asarray(np.nan, weight.scale.dtype), weight.scale)
+    return replace(weight, scale=scale)
+
+
+def _words_of_rows(arrays: "list[np.ndarray[Any, Any]]") -> "np.ndarray[Any, np.dtype[np.uint32]]":
+    """The bytes of arrays [O, …] side by side, each array's padded to whole words: [O, words]."""
+    parts = [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
+    return np.concatenate([np.pad(part, ((0, 0), (0, -part.shape[1] % 4))) for part in parts], axis=1).view(np.uint32)
+
+
+def _panels(matrix: "np.ndarray[Any, Any]") -> Any:
+    """A matrix [O, words] in panels [O / 16, words, 16]."""
+    if len(matrix) % LANES:
+        matrix = np.pad(matrix, ((0, -len(matrix) % LANES), (0, 0)))
+    return np.ascontiguousarray(matrix.reshape(-1, LANES, matrix.shape[1]).transpose(0, 2, 1))
 
 
 # A weight [*out, *in] in any form.
@@ -257,9 +355,8 @@ Weight: TypeAlias = Array | QuantizedWeight | PackedWeight
 
 
 def can_pack_experts(gate_up: Weight, down: Weight) -> bool:
-    """Whether experts' weights [E, 2, F, H] and [E, H, F] can be packed: arrays, each matrix a number of panels."""
-    is_quantized = any(isinstance(weight, QuantizedWeight) for weight in (gate_up, down))
-    return not is_quantized and all(n % LANES == 0 for n in down.shape[1:])
+    """Whether experts' weights [E, 2, F, H] and [E, H, F] can be packed: each matrix is a number of panels."""
+    return all(n % LANES == 0 for n in down.shape[1:])
 
 
 def is_weight(x: object) -> bool:

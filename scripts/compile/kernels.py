@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import SHARED_MEMORY, Card
 from dflash_jax.options.parser import Parser
@@ -36,7 +37,7 @@ def report(systems: dict[str, str], args) -> tuple[dict, dict]:
         rows: dict[str, dict] = {}
         digests[str(capability)] = {}
         for config, mesh in systems.items():
-            name = find_config(config).stem
+            name = config if config in SYSTEMS else find_config(config).stem
             traced = launches(config, mesh, Card.of_capability(capability), args.dtype, args.quantize)
             digests[str(capability)][name] = digest(traced)
             for launch in traced:
@@ -100,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="default: %(default)s"
     )
-    p.add_argument("--quantize", choices=["int8", "fp8"], help="weights in few bits (default: as the config has them)")
+    p.add_argument("--quantize", choices=QUANTIZE[1:], help="weights in few bits (default: as the config has them)")
     p.add_argument("--out", type=Path, metavar="FILE", help="JSON")
     return p
 

@@ -20,6 +20,7 @@ FOUR_LAYERS = [
     "qwen3.6-35b-a3b --device b200 --layers 4 --kernels xla",
     "qwen3.6-35b-a3b --device b200 --devices 8 --layers 4",
     "qwen3.6-35b-a3b --device h100 --layers 4",
+    "qwen3.6-35b-a3b --device b200 --layers 4 --quantize nvfp4",
     "qwen3.6-35b-a3b --device v6e:2x4 --layers 4",
 ]
 FULL = [
@@ -27,6 +28,7 @@ FULL = [
     "qwen3.6-35b-a3b --device b200 --slots 32",
     "qwen3.6-35b-a3b --device b200 --max-len 262144",
     "qwen3.6-35b-a3b-fp8 --device b200",
+    "qwen3.6-35b-a3b --device b200 --quantize nvfp4",
     "qwen3.5-27b --device b200",
     "qwen3.5-397b-a17b --device b200 --devices 8 --slots 32",
     "qwen3.5-397b-a17b --device b200 --devices 8 --slots 32 --decode-context-parallel-size 4",

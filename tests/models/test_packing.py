@@ -1,4 +1,4 @@
-"""Weights in panels: the same products, and back again. Eight-bit ones: tests/parity/test_fp8.py."""
+"""Weights in panels: the same products, and back again. Those of FP8 checkpoints: tests/parity/test_fp8.py."""
 
 import json
 import math
@@ -12,14 +12,18 @@ from hypothesis import strategies as st
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter, save_module
+from dflash_jax.checkpoint.parameters import QUANTIZED
+from dflash_jax.engine.model_size import weigh
+from dflash_jax.frontend import loading
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.families import dflash
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.linear import project
-from dflash_jax.ops.weights import FEW_TOKENS, LANES, PackedWeight, quantize
+from dflash_jax.ops.weights import CODES, FEW_TOKENS, LANES, PackedWeight, QuantizedWeight, is_weight, quantize
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
+from tests import few_bits
 from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 needs_kernels = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
@@ -78,6 +82,88 @@ def test_panels_stand_for_their_weight(out, inner, rows, wide, short, seed):
 
 
 @needs_kernels
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(
+    out=sizes,
+    pairs=st.integers(1, 50),
+    runs=st.sampled_from([1, 2, 3, 8]),
+    heads=st.sampled_from([None, 1, 3]),
+    form=st.sampled_from(few_bits.NUMBERS),
+    has_zero=st.booleans(),
+    has_factor=st.booleans(),
+    scale=st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn", None]),
+    rows=st.sampled_from([1, 4, 5, 12, 13, 40]),
+    seed=st.integers(0, 99),
+)
+def test_panels_stand_for_a_weight_in_few_bits(
+    out, pairs, runs, heads, form, has_zero, has_factor, scale, rows, seed
+):  # fmt: skip
+    rng, run, lead = np.random.default_rng(seed), 2 * pairs, tuple(out) if heads is None else (*out, heads)
+    scale = None if scale is None else jnp.dtype(scale)
+    weight = few_bits.weight(rng, lead, runs * run, run, form, has_zero, has_factor, scale)
+    n = 1 if heads is None else 2
+    inputs = math.prod(weight.shape[-n:])
+    panels = jax.device_put(PackedWeight.of(weight, n))
+    assert (panels.shape, panels.ndim) == (weight.shape, weight.ndim)
+    assert panels.panels.shape == PackedWeight.abstract(jax.eval_shape(lambda w: w, weight), n).panels.shape
+    matrix = few_bits.of(weight).reshape(-1, inputs)
+    some, x = rng.integers(0, len(matrix), (2, 3)), rng.standard_normal((rows, inputs)).astype(np.float32)
+
+    @jax.jit
+    def run_all(panels, x):
+        rows = panels.reshape(*matrix.shape)[some]
+        return panels.unpacked(), panels.dense(), rows, project(XLA, x, panels.reshape(*matrix.shape))
+
+    unpacked, whole, rows_of_some, product = run_all(panels, x)
+    assert unpacked.code == weight.code
+    for found, right in zip(jax.tree.leaves(unpacked), jax.tree.leaves(weight), strict=True):
+        assert found.dtype == right.dtype
+        np.testing.assert_array_equal(found, right)
+    np.testing.assert_allclose(np.asarray(whole).reshape(matrix.shape), matrix, rtol=1e-6)
+    np.testing.assert_allclose(rows_of_some, matrix[some], rtol=1e-6)
+    # Roundings of sums of float32, a zero point's numbers included.
+    size = np.abs(x) @ np.abs(matrix).T
+    assert (np.abs(product - x @ matrix.T) <= 1e-6 * size + 1e-30).all()
+    alone = np.concatenate([cpu.linear(x[i : i + 1], [panels.reshape(*matrix.shape)])[0] for i in (0, rows - 1)])
+    np.testing.assert_array_equal(alone, np.asarray(product)[[0, -1]])
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", few_bits.NUMBERS)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_every_number_in_few_bits_and_every_scale_is_exact(form, rows):
+    """Also those without a leading 1. A scale that is no number gives none."""
+    every, code = np.arange(256, dtype=np.uint8), form if form in CODES else None
+    if form == "fp8":
+        every[every & 127 == 127] = 0
+    values = every if code else every.view(jnp.int8 if form == "int8" else jnp.float8_e4m3fn)
+    numbers = few_bits.of(QuantizedWeight(values[None], np.ones((1, 1), np.float32), code=code))[0]
+    at = range(0, len(numbers), 37)
+    rows_of_x = np.eye(len(numbers), dtype=np.float32)[[*at, *at][: max(len(at), rows)]]
+    for bits, dtype in ((np.uint8, "float8_e4m3fn"), (np.uint16, "float16")):
+        scale = np.arange(0, np.iinfo(bits).max + 1, 13).astype(bits).view(jnp.dtype(dtype))
+        weight = QuantizedWeight(np.broadcast_to(values, (len(scale), 256)), scale[:, None], code=code)
+        panels = jax.device_put(PackedWeight.of(weight, 1))
+        right = scale.astype(np.float32)
+        right[~np.isfinite(right)] = np.nan
+        for i in range(0, len(at), rows):
+            found = cpu.linear(rows_of_x[i : i + rows], [panels])[0]
+            some = [numbers[k] for k in at[i : i + rows]]
+            np.testing.assert_array_equal(found[: len(some)], np.float32(some)[:, None] * right)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_number_in_fp8_that_is_none_makes_its_output_none(rows):
+    values = np.zeros((16, 64), jnp.float8_e4m3fn)
+    values[3, 40] = np.nan
+    panels = PackedWeight.of(QuantizedWeight(values, np.ones((16, 2), np.float32)), 1)
+    found = np.asarray(cpu.linear(np.ones((rows, 64), np.float32), [panels])[0])
+    assert np.isnan(found[:, 3]).all()
+    assert not np.delete(found, 3, 1).any()
+
+
+@needs_kernels
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_pair_in_panels_computes_what_it_did(is_tied):
     target = random_decoder(tiny_config("da", tied_embeddings=is_tied))
@@ -129,13 +215,50 @@ def test_a_drafter_from_memory_is_arranged_too():
         assert each.generate(["def f("], params)[0].token_ids == tokens
 
 
+def in_few_bits(module, form: str):
+    """``module`` with its large matrices in few bits."""
+
+    def quantized(path: str, x):
+        if path.rsplit(".", 1)[-1] not in QUANTIZED:
+            return x
+        if form in ("int8", "fp8"):
+            return quantize(x, form)
+        run = 16 if x.shape[-1] % 16 == 0 else x.shape[-1]
+        runs = np.asarray(x).reshape(*x.shape[:-1], -1, run)
+        scale = np.abs(runs).max(-1) / (7 if form == "int4" else 6)
+        numbers = few_bits.of_e2m1(np.arange(16)) if form == "e2m1" else np.arange(16) - 8
+        codes = np.abs((runs / scale[..., None])[..., None] - numbers).argmin(-1).astype(np.uint8).reshape(x.shape)
+        return QuantizedWeight(jnp.asarray(codes[..., ::2] | codes[..., 1::2] << 4), jnp.asarray(scale), code=form)
+
+    leaves, structure = jax.tree.flatten(module)
+    return jax.tree.unflatten(structure, map(quantized, parameter_paths(module), leaves))
+
+
 @needs_kernels
-def test_quantised_weights_stay_as_they_are():
-    llm = LLM(quantize="int8")
-    paths = parameter_paths(llm.target)
-    assert {"layers.0.mixer.qkvz.values", "layers.0.mixer.qkvz.scale"} < set(paths)
-    assert {"head", "layers.0.mixer.beta_alpha"} < panel_paths(llm.target)
-    assert len(llm.generate(["def f("], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+@pytest.mark.parametrize("form", few_bits.NUMBERS)
+def test_weights_in_few_bits_are_packed_and_drafts_change_no_token(form, monkeypatch):
+    read, before = loading.load_target, []
+
+    def load(*args):
+        target = in_few_bits(read(*args), form)
+        before.append(jax.tree.map(np.array, target))
+        return target
+
+    monkeypatch.setattr(loading, "load_target", load)
+    llm = LLM()
+    # All of them: the experts' are whole panels.
+    assert not any(isinstance(x, QuantizedWeight) for x in jax.tree.leaves(llm.target, is_leaf=is_weight))
+    assert {"layers.0.mixer.qkvz", "layers.0.ffn.gate_up", "head"} < panel_paths(llm.target)
+    jax.tree.map(np.testing.assert_array_equal, unpack_weights(llm.target), before[0])
+    # What a plan counts is what is there.
+    in_memory = sum(x.nbytes for x in jax.tree.leaves(llm.target))
+    assert weigh(llm.target, llm.target.layout).total == in_memory
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
+    prompts = ["def f(", "import os\n", "class A:"]
+    plainly = [out.token_ids for out in llm.generate(prompts, params, block_size=1)]
+    for block in (4, 16):
+        assert [out.token_ids for out in llm.generate(prompts, params, block_size=block)] == plainly
+    assert llm.generate(prompts[:1], params, block_size=4)[0].token_ids == plainly[0]
 
 
 @needs_kernels

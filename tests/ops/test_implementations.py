@@ -33,6 +33,7 @@ from tools.kernels.arguments import Source
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
+from tests import few_bits
 from tests.helpers import in_one_program
 from tools.triton_interpreter import interpreting, small_grids
 
@@ -119,6 +120,21 @@ def packed_mixture_cases():
     yield (x, logits, jnp.arange(9) != 4, 0, *packed, None, x), options
 
 
+def few_bits_mixture_cases():
+    rng = np.random.default_rng(0)
+    for tokens, form, run in ((1, "fp8", 64), (9, "int4", 32), (70, "e2m1", 16), (70, "int8", 32)):
+        x, logits = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((tokens, 64), (tokens, 8)))
+        gate_up, down = (
+            few_bits.weight(rng, rows, size, run if form != "fp8" else size, form)
+            for rows, size in (((8, 2, 32), 64), ((8, 64), 32))
+        )
+        shared = [few_bits.weight(rng, rows, size, 16, form) for rows, size in (((2, 48), 64), ((64,), 48))]
+        shared = (*(PackedWeight.of(w, 1) for w in shared), jnp.asarray(rng.standard_normal(tokens), jnp.float32))
+        packed = PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1)
+        options = {"experts_per_token": 2, "normalise": True}
+        yield (x, logits, jnp.arange(tokens) != 4, 0, *packed, shared, x), options
+
+
 def linear_cases():
     for rows in (1, 3, 16):
         x, norm, weights = arguments.projections(Source(rows), rows, 192, ((6, 16), (48,)))
@@ -138,6 +154,16 @@ def linear_cases():
 def packed_linear_cases():
     for (x, weights), options in linear_cases():
         yield (x, [PackedWeight.of(np.asarray(w), 1) for w in weights]), options
+
+
+def few_bits_linear_cases():
+    """Every form in place of the weights, beside an array where there are two."""
+    rng = np.random.default_rng(0)
+    forms = [*few_bits.NUMBERS, "int4"]
+    for i, ((x, weights), options) in enumerate(packed_linear_cases()):
+        form, shape, run = forms[i % 5], weights[0].shape, (16, 192, 64, 32, 96)[i % 5]
+        first = few_bits.weight(rng, shape[:-1], shape[-1], run, form, has_zero=i % 2 == 1, has_factor=i % 3 == 1)
+        yield (x, [PackedWeight.of(first, 1), *weights[1:]]), options
 
 
 def block_convolution_cases():
@@ -181,6 +207,7 @@ def top_k_cases():
 OPERATIONS = {
     "linear": (linear.IMPLEMENTATIONS, linear_cases),
     "packed linear": (linear.IMPLEMENTATIONS[:1], packed_linear_cases),
+    "few bits linear": (linear.IMPLEMENTATIONS[:1], few_bits_linear_cases),
     "attention": (attention.IMPLEMENTATIONS, attention_cases),
     "rotate": (rotation.IMPLEMENTATIONS, rotation_cases),
     "write": (cache_write.IMPLEMENTATIONS, write_cases),
@@ -189,6 +216,7 @@ OPERATIONS = {
     "replay": (gated_delta.REPLAYS, replay_cases),
     "mixture": (moe.IMPLEMENTATIONS, mixture_cases),
     "packed mixture": (moe.IMPLEMENTATIONS[:1], packed_mixture_cases),
+    "few bits mixture": (moe.IMPLEMENTATIONS[:1], few_bits_mixture_cases),
     "block_convolution": (block_convolution.IMPLEMENTATIONS, block_convolution_cases),
     "sampling_noise": (sampling_noise.IMPLEMENTATIONS, noise_cases),
     "argmax": (argmax.IMPLEMENTATIONS, argmax_cases),
@@ -197,7 +225,8 @@ OPERATIONS = {
 }
 
 
-FULL = {"packed linear": linear.IMPLEMENTATIONS, "packed mixture": moe.IMPLEMENTATIONS}
+FULL = {f"{form} linear": linear.IMPLEMENTATIONS for form in ("packed", "few bits")}
+FULL |= {f"{form} mixture": moe.IMPLEMENTATIONS for form in ("packed", "few bits")}
 
 
 @cache

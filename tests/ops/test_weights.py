@@ -1,6 +1,5 @@
 """Weights in four and eight bits: what they stand for, their axes, their products."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,34 +10,13 @@ from dflash_jax.checkpoint.quantization import QUANTIZE
 from dflash_jax.ops.weights import CODES, GROUPS, QuantizedWeight, quantize
 from tests import few_bits
 
-FLOAT8 = few_bits.FLOAT8
-
-
-def random(rng, rows: tuple[int, ...], size: int, run: int, form: str, has_zero: bool, has_factor: bool):
-    """A weight [*rows, size], and the float64 array that it stands for."""
-    runs = (*rows, size // run)
-    if form in CODES:
-        values = rng.integers(0, 256, (*rows, size // 2), np.uint8)
-        codes = np.stack([values & 15, values >> 4], -1).reshape(*rows, size)
-        numbers = codes.astype(np.float64) - 8 if form == "int4" else few_bits.of_e2m1(codes).astype(np.float64)
-    else:
-        values = rng.integers(-127, 128, (*rows, size)).astype(np.int8 if form == "int8" else FLOAT8)
-        numbers = values.astype(np.float64)
-    scale = rng.uniform(0.5, 2, runs).astype(FLOAT8 if has_factor else np.float32)
-    zero = rng.integers(-8, 8, runs).astype(np.int8) if has_zero else None
-    factor = rng.uniform(0.5, 2, (*rows, 1)).astype(np.float32) if has_factor else None
-    whole = scale.astype(np.float64) * (1 if factor is None else factor)
-    numbers = numbers.reshape(*runs, run) - (0 if zero is None else zero[..., None])
-    weight = QuantizedWeight(values, scale, zero, factor, form if form in CODES else None)
-    return jax.tree.map(jnp.asarray, weight), (numbers * whole[..., None]).reshape(*rows, size)
-
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     rows=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     runs=st.sampled_from([1, 2, 6]),
     run=st.sampled_from([2, 16, 64]),
-    form=st.sampled_from([*CODES, "int8", "fp8"]),
+    form=st.sampled_from(few_bits.NUMBERS),
     has_zero=st.booleans(),
     has_factor=st.booleans(),
     tokens=st.sampled_from([1, 65]),
@@ -49,7 +27,8 @@ def test_a_weight_in_any_form_is_the_array_that_it_stands_for(
     rows, runs, run, form, has_zero, has_factor, tokens, parts, seed
 ):
     rng, size = np.random.default_rng(seed), runs * run
-    weight, expected = random(rng, tuple(rows), size, run, form, has_zero, has_factor)
+    weight = few_bits.weight(rng, tuple(rows), size, run, form, has_zero, has_factor)
+    expected = few_bits.of(weight)
     assert (weight.shape, weight.ndim, weight.run) == (expected.shape, expected.ndim, run)
     assert QuantizedWeight.of(weight.arrays()).arrays().keys() == weight.arrays().keys()
 

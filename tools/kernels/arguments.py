@@ -15,8 +15,16 @@ import numpy as np
 from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
 from dflash_jax.ops.gated_delta import Weights
 from dflash_jax.ops.linear import DeferredNorm
-from dflash_jax.ops.weights import quantize
+from dflash_jax.ops.weights import QuantizedWeight, quantize
 
+# Weights in four bits: code, inputs of a scale if the form says it, dtype of the scales, whether there are zeros and
+# whether there are factors.
+FOUR_BITS = {
+    "nvfp4": ("e2m1", 16, jnp.float8_e4m3fn, False, True),
+    "mxfp4": ("e2m1", 32, jnp.bfloat16, False, False),
+    "int4": ("int4", None, jnp.bfloat16, False, False),
+    "int4 with zeros": ("int4", None, jnp.float16, True, False),
+}
 _quantize = jax.jit(quantize, static_argnums=(1, 2))
 
 
@@ -50,6 +58,24 @@ class Source:
 def _placed(tree):
     """``tree`` with JAX's arrays."""
     return jax.tree.map(jnp.asarray, tree)
+
+
+def in_few_bits(source, weight, kind, runs) -> QuantizedWeight:
+    """A weight in int8 or FP8; or one of its shape and size in a form of `FOUR_BITS`, with random codes and scales."""
+    if kind not in FOUR_BITS:
+        return _quantize(weight, kind, runs)
+    code, run, dtype, has_zeros, has_factors = FOUR_BITS[kind]
+    *out, size = weight.shape
+    runs = size // run if run else runs
+    values = np.frombuffer(source.rng.bytes(weight.size // 2), np.uint8).reshape(*out, size // 2)
+    scale = source.rng.uniform(0.1, 0.5, (*out, runs))
+    zero = source.rng.integers(-8, 8, scale.shape, np.int8) if has_zeros else None
+    factor = source.rng.uniform(0.5, 1, (*out, 1)) * size**-0.5 / 100 if has_factors else None
+    # The scales of factors are large.
+    scale *= 100 if has_factors else size**-0.5
+    return QuantizedWeight(
+        values, scale.astype(dtype), zero, None if factor is None else factor.astype(np.float32), code
+    )
 
 
 def _paged(source, rows, kv_heads, dim, capacity, dtype) -> KVCache:
@@ -146,7 +172,7 @@ def spoilt(record: DeltaRecord, count) -> DeltaRecord:
 
 def experts(
     source, tokens, top, experts, features, hidden, idle=0, quantized=None, shared=None, residual=True,
-    dtype=jnp.float32,
+    dtype=jnp.float32, plain_shared=False,
 ):  # fmt: skip
     """Arguments of `ops.moe.mixture`, and its options.
 
@@ -160,8 +186,9 @@ def experts(
         features: Features inside an expert.
         hidden: Hidden size.
         idle: How many tokens, the last ones, are not live.
-        quantized: What `quantize` takes after a weight, or None.
+        quantized: What `in_few_bits` takes after a weight, or None.
         shared: The size of a shared expert, or None.
+        plain_shared: Whether its weights are arrays nevertheless.
         residual: Whether there is a residual.
         dtype: Dtype of the arrays.
     """
@@ -175,8 +202,10 @@ def experts(
     if shared:
         shared = matrix(2, shared, hidden), matrix(hidden, shared), source.draw(tokens)
     if quantized:
-        gate_up, down = _quantize(gate_up, *quantized), _quantize(down, *quantized)
-        shared = shared and (*(_quantize(w, *quantized) for w in shared[:2]), shared[2])
+        kind, runs = quantized
+        gate_up, down = in_few_bits(source, gate_up, kind, runs), in_few_bits(source, down, kind, runs)
+        if shared and not plain_shared:
+            shared = *(in_few_bits(source, w, kind, runs) for w in shared[:2]), shared[2]
     logits = source.numpy.round(source.draw(tokens, experts) * 2) / 2
     live = np.arange(tokens) < tokens - idle
     rest = source.draw(tokens, hidden, dtype=dtype) if residual else None
@@ -192,10 +221,13 @@ def block_convolution(source, blocks, width, hidden, taps, group, dtype=jnp.floa
 
 
 def projections(source, rows, hidden, outputs, quantized=None, dtype=jnp.float32):
-    """(x [rows, 1, hidden], norm, weights) of `ops.linear.linear`; of several weights the last one is an array."""
+    """(x [rows, 1, hidden], norm, weights) of `ops.linear.linear`; of several weights the last one is an array.
+
+    ``quantized`` is what `in_few_bits` takes after a weight, or None.
+    """
     x, norm = (3 * source.draw(rows, 1, hidden, dtype=dtype)).astype(dtype), source.draw(hidden, dtype=dtype)
     weights = [(source.draw(*size, hidden, dtype=dtype) * hidden**-0.5).astype(dtype) for size in outputs]
     if quantized:
         some = max(len(weights) - 1, 1)
-        weights[:some] = [_quantize(w, *quantized) for w in weights[:some]]
+        weights[:some] = [in_few_bits(source, w, *quantized) for w in weights[:some]]
     return _placed((x, norm, weights))

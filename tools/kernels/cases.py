@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tools import float64_reference
+from tools.kernels import arguments
 from tools.kernels.arguments import Source
 from tools.kernels.comparisons import (
     BF16,
@@ -155,6 +156,12 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
             yield named(products, rows, 1, dtype, weights="gated", quantized="fp8")
         for weights in ("inputs of attention", "router", "gated", "residual", "head"):
             yield named(products, rows, 1, F32, weights=weights)
+    for form in arguments.FOUR_BITS:
+        for rows, tokens in sizes.all(BF16)[:4] if form == "nvfp4" else sizes.batches[1:3]:
+            yield named(mixtures, rows, tokens, BF16, quantized=form)
+        for rows in (1, 16):
+            yield named(products, rows, 1, BF16, weights="inputs of attention", quantized=form)
+            yield named(products, rows, 1, BF16, weights="gated", quantized=form)
     for rows, tokens in sizes.batches[:2]:
         yield named(attention, rows, tokens, F16, heads="target", mask="causal")
         yield named(mixtures, rows, tokens, F16)

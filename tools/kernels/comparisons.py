@@ -32,7 +32,7 @@ class Sizes:
         experts: Number of experts, experts of a token, features, hidden size.
         vision: Heads of the vision tower, and their size.
         vocab: Outputs of the head.
-        run: Inputs of a scale of an FP8 weight.
+        run: Inputs of a scale, where the form does not say it.
         context: Positions of a cache.
         batches: (rows, new tokens). The first are what decoding runs: a verified block, one token.
         wide: Number of batches, the first ones, that are checked in float32.
@@ -316,7 +316,9 @@ def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_o
 
     def spoil(weight):
         if quantized:
-            return replace(weight, scale=weight.scale.at[unused].set(jnp.nan))
+            # A kernel reads scales of 8 bits without NaN.
+            name = "scale" if weight.factor is None else "factor"
+            return replace(weight, **{name: getattr(weight, name).at[unused].set(jnp.nan)})
         return weight.at[unused].set(jnp.nan)
 
     args[4:6] = spoil(gate_up), spoil(down)

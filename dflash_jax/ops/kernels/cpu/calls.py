@@ -107,12 +107,19 @@ def linear(
         jnp.zeros(0, jnp.int32) if live is None else live.astype(jnp.int32)[None],
         jnp.stack(stacked).astype(jnp.int32) if stacked else jnp.zeros(0, jnp.int32),
         *(w.panels for w in weights),
+        forms=forms_of(*weights),
         eps=np.float32(eps),
         offset=np.float32(offset),
         gated=swiglu,
         gelu=gelu,
     )
     return [*outputs, x] if return_normed and norm is None else outputs
+
+
+def forms_of(*weights: PackedWeight) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The attribute ``forms`` of a call: the fields of `Form` in panels.h for each weight."""
+    fields = [(0, 1, 0, 0, 0) if w.form is None else w.form.fields() for w in weights]
+    return np.asarray(fields, np.int64).reshape(-1)
 
 
 def can_fuse_swiglu(weight: PackedWeight) -> bool:
@@ -274,6 +281,7 @@ def mixture(
     """
     call: Any = jax.ffi.ffi_call("DflashExperts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     options = {"features": np.int64(gate_up.shape[2]), "top": np.int64(top), "normalise": normalise}
+    options["forms"] = forms_of(gate_up, down)
     return call(x, logits, live, gate_up.panels, down.panels, **options)
 
 

@@ -17,6 +17,8 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int64_t kStride = kPartPanels * kLanes;
+// Tokens of an expert that are multiplied at once.
+constexpr int64_t kTokens = 4 * kRows;
 
 // The tokens that chose each expert, in order, and their weights.
 struct Routes {
@@ -68,11 +70,15 @@ using F32 = ffi::Buffer<ffi::F32>;
 // x [T, H], logits [T, E], live [T], gate_up in panels of [E, 2, F, H] and down of [E, H, F] → [T, H]. H and F are
 // multiples of a panel.
 ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
-                ffi::ResultBuffer<ffi::F32> out, int64_t features, int64_t top, bool normalise) {
+                ffi::ResultBuffer<ffi::F32> out, ffi::Span<const int64_t> forms, int64_t features, int64_t top,
+                bool normalise) {
   const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], experts = logits.dimensions()[1];
   if (hidden % kLanes || features % kLanes || top > experts) {
     return ffi::Error::InvalidArgument("experts of a size that is not activations for");
   }
+  const auto in = PanelsOf(gate_up, hidden, forms, 0), back = PanelsOf(down, features, forms, 1);
+  if (!in) return in.error();
+  if (!back) return back.error();
   const Routes routes = Route(logits.typed_data(), live.typed_data(), tokens, experts, top, normalise);
   thread_local std::vector<float> activations;
   activations.resize(routes.token.size() * features);
@@ -83,18 +89,18 @@ ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer g
     const int64_t e = routes.used[i / runs], panel = i % runs * kPartPanels;
     const int64_t last = std::min(panel + kPartPanels, features / kLanes), columns = (last - panel) * kLanes;
     thread_local std::vector<float> buffer;
-    buffer.resize(kRows * (hidden + 2 * kStride));
+    buffer.resize(kTokens * (hidden + 2 * kStride));
     float* const rows = buffer.data();
-    float* const gates = rows + kRows * hidden;
-    float* const ups = gates + kRows * kStride;
-    for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kRows) {
-      const int64_t n = std::min<int64_t>(kRows, routes.begin[e + 1] - c), up = features / kLanes;
+    float* const gates = rows + kTokens * hidden;
+    float* const ups = gates + kTokens * kStride;
+    for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kTokens) {
+      const int64_t n = std::min<int64_t>(kTokens, routes.begin[e + 1] - c), up = features / kLanes;
       for (int64_t j = 0; j < n; ++j) {
         std::memcpy(rows + j * hidden, x.typed_data() + routes.token[c + j] * hidden, hidden * sizeof(float));
       }
       const int64_t first_panel = e * 2 * up;
-      Multiply(rows, n, hidden, gate_up, first_panel + panel, first_panel + last, gates, kStride, kStride);
-      Multiply(rows, n, hidden, gate_up, first_panel + up + panel, first_panel + up + last, ups, kStride, kStride);
+      Multiply(rows, n, *in, first_panel + panel, first_panel + last, gates, kStride, kStride);
+      Multiply(rows, n, *in, first_panel + up + panel, first_panel + up + last, ups, kStride, kStride);
       for (int64_t j = 0; j < n; ++j) {
         Gate(gates + j * kStride, ups + j * kStride, columns, inner + (c + j) * features + panel * kLanes);
       }
@@ -105,13 +111,12 @@ ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer g
     const int64_t columns = (last - panel) * kLanes;
     float* const here = out->typed_data() + panel * kLanes;
     for (int64_t t = 0; t < tokens; ++t) std::memset(here + t * hidden, 0, columns * sizeof(float));
-    float rows[kRows * kStride];
+    float rows[kTokens * kStride];
     for (const int64_t e : routes.used) {
       const int64_t first_panel = e * hidden / kLanes;
-      for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kRows) {
-        const int64_t n = std::min<int64_t>(kRows, routes.begin[e + 1] - c);
-        Multiply(inner + c * features, n, features, down, first_panel + panel, first_panel + last, rows, kStride,
-                 kStride);
+      for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kTokens) {
+        const int64_t n = std::min<int64_t>(kTokens, routes.begin[e + 1] - c);
+        Multiply(inner + c * features, n, *back, first_panel + panel, first_panel + last, rows, kStride, kStride);
         for (int64_t j = 0; j < n; ++j) {
           float* const to = here + routes.token[c + j] * hidden;
           const float weight = routes.weight[c + j];
@@ -137,6 +142,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashExperts, Call,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<F32>()
+                                  .Attr<ffi::Span<const int64_t>>("forms")
                                   .Attr<int64_t>("features")
                                   .Attr<int64_t>("top")
                                   .Attr<bool>("normalise"));

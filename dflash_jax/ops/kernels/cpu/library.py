@@ -25,11 +25,9 @@ from dflash_jax.user_cache import NotPrivateError, is_private, make_private, rep
 log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
-SOURCES = [
-    HERE / f"{name}.cc"
-    for name in ("panels", "product", "attention", "delta", "experts", "frame_attention", "noise", "team", "zeros")
-]
-HEADERS = [HERE / f"{name}.h" for name in ("panels", "shared")]
+NAMES = ("panels", "codes", "product", "attention", "delta", "experts", "frame_attention", "noise", "team", "zeros")
+SOURCES = [HERE / f"{name}.cc" for name in NAMES]
+HEADERS = [HERE / f"{name}.h" for name in ("codes", "panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
 

@@ -21,7 +21,7 @@ constexpr int64_t kNormRows = 16;
 
 // A weight's panels and its result.
 struct Weight {
-  ffi::AnyBuffer panels;
+  Panels panels;
   int64_t outputs;
   float* out;
   int64_t first;  // panel
@@ -88,7 +88,8 @@ using I32 = ffi::Buffer<ffi::S32>;
 // of all weights [sum of N], or empty; gelu: GELU after them. residual [T, N], or empty: added to each. live: the first
 // rows that are computed, or empty: all. index: which weight of its stack each one is, or empty.
 ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live, I32 index,
-                ffi::RemainingArgs weights, ffi::RemainingRets out, float eps, float offset, bool gated, bool gelu) {
+                ffi::RemainingArgs weights, ffi::RemainingRets out, ffi::Span<const int64_t> forms,
+                float eps, float offset, bool gated, bool gelu) {
   const int64_t all_rows = x.dimensions()[0], k_size = x.dimensions()[1];
   const int64_t rows = live.element_count() > 0 ? std::clamp<int64_t>(live.typed_data()[0], 0, all_rows) : all_rows;
   const float* input = x.typed_data();
@@ -131,9 +132,11 @@ ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live
   for (size_t i = 0; i < weights.size(); ++i) {
     auto result = out.get<F32>(i).value();
     const int64_t outputs = result->dimensions()[1];
-    all.push_back({weights.get<ffi::AnyBuffer>(i).value(), outputs, result->typed_data(), 0, gated, all_outputs});
+    const auto panels = PanelsOf(weights.get<ffi::AnyBuffer>(i).value(), k_size, forms, i);
+    if (!panels) return panels.error();
+    all.push_back({*panels, outputs, result->typed_data(), 0, gated, all_outputs});
     if (index.element_count() > 0) all[i].first = index.typed_data()[i] * all[i].all();
-    if (all[i].first < 0 || all[i].first + all[i].all() > all[i].panels.dimensions()[0]) {
+    if (all[i].first < 0 || all[i].first + all[i].all() > all[i].panels.count) {
       return ffi::Error::InvalidArgument("more outputs than panels hold");
     }
     parts += all[i].parts(), read += outputs * k_size, all_outputs += outputs;
@@ -166,14 +169,14 @@ ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live
       gates.resize(2 * count * kStride);
       float* const ups = gates.data() + count * kStride;
       const int64_t gate = weight.first, up = gate + weight.steps();
-      Multiply(from, count, k_size, weight.panels, gate + first, gate + last, gates.data(), kStride, kStride);
-      Multiply(from, count, k_size, weight.panels, up + first, up + last, ups, kStride, kStride);
+      Multiply(from, count, weight.panels, gate + first, gate + last, gates.data(), kStride, kStride);
+      Multiply(from, count, weight.panels, up + first, up + last, ups, kStride, kStride);
       for (int64_t t = 0; t < count; ++t) {
         Gate(gates.data() + t * kStride, ups + t * kStride, columns, here + t * outputs);
       }
     } else {
       const int64_t panel = weight.first + first;
-      Multiply(from, count, k_size, weight.panels, panel, panel + last - first, here, columns, outputs);
+      Multiply(from, count, weight.panels, panel, panel + last - first, here, columns, outputs);
     }
     if (!biases && !gelu && !residuals) return;
     const int64_t column = first * kLanes;
@@ -204,6 +207,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashLinear, Call,
                                   .Arg<I32>()
                                   .RemainingArgs()
                                   .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("forms")
                                   .Attr<float>("eps")
                                   .Attr<float>("offset")
                                   .Attr<bool>("gated")

@@ -19,10 +19,11 @@ from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.routing import aligned
 from dflash_jax.ops.kernels.triton.tiles import (
+    Parts,
     divisor,
     next_power_of_two,
-    parts,
     products,
+    run_of,
     stages_within,
     tile,
     why_not_weight,
@@ -76,9 +77,9 @@ def _block_plan(
 
 @triton.jit
 def _gate_up(
-    x, values, scale, shared, shared_scale, chosen, weights, order, block_expert, blocks, h,
+    x, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, h,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
-    M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes h [S, F] = silu(gate · x) · (up · x)."""
@@ -87,9 +88,9 @@ def _gate_up(
         chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED
     )
     if is_used:
-        weight, weight_scale = values, scale
+        weight, weight_scale, weight_more = values, scale, more
         if block < SB:
-            weight, weight_scale = shared, shared_scale
+            weight, weight_scale, weight_more = shared, shared_scale, shared_more
         f = tl.program_id(1) * BF + tl.arange(0, BF)
         row = e * 2 * F + f
         gate = tl.zeros([M, BF], tl.float32)
@@ -97,9 +98,9 @@ def _gate_up(
         for inner in range(0, H, BH):
             offset = token[:, None] * H + inner + tl.arange(0, BH)[None, :]
             a = tl.load(x + offset, mask=(place < C + N)[:, None], other=0.0)
-            w, s = tile(weight, weight_scale, row, inner, H, RUN, BH, x.dtype.element_ty)
+            w, s = tile(weight, weight_scale, weight_more, row, inner, H, FORM, BF, BH, x.dtype.element_ty)
             gate += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
-            w, s = tile(weight, weight_scale, row + F, inner, H, RUN, BH, x.dtype.element_ty)
+            w, s = tile(weight, weight_scale, weight_more, row + F, inner, H, FORM, BF, BH, x.dtype.element_ty)
             up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         activated = gate / (1.0 + tl.exp(-gate)) * up
         block_row = block * M + tl.arange(0, M)
@@ -108,9 +109,9 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    h, values, scale, shared, shared_scale, chosen, weights, order, block_expert, blocks, y,
+    h, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, y,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
-    M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes y [C + N, H] = down · h: the choices' rows in their order, then the shared expert's."""
@@ -119,15 +120,15 @@ def _down(
         chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED
     )
     if is_used:
-        weight, weight_scale = values, scale
+        weight, weight_scale, weight_more = values, scale, more
         if block < SB:
-            weight, weight_scale = shared, shared_scale
+            weight, weight_scale, weight_more = shared, shared_scale, shared_more
         block_row = (block * M + tl.arange(0, M)).to(tl.int64)
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         total = tl.zeros([M, BN], tl.float32)
         for inner in range(0, F, BF):
             a = tl.load(h + block_row[:, None] * F + inner + tl.arange(0, BF)[None, :])
-            w, s = tile(weight, weight_scale, e * H + n, inner, F, RUN, BF, h.dtype.element_ty)
+            w, s = tile(weight, weight_scale, weight_more, e * H + n, inner, F, FORM, BN, BF, h.dtype.element_ty)
             total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         offset = place[:, None].to(tl.int64) * H + n[None, :]
         tl.store(y + offset, total.to(y.dtype.element_ty), mask=(place < C + N)[:, None])
@@ -135,54 +136,55 @@ def _down(
 
 @triton.jit
 def _gate_up_one(
-    x, values, scale, shared, shared_scale, chosen, weights, h,
-    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, RUN: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
+    x, values, scale, more, shared, shared_scale, shared_more, chosen, weights, h,
+    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, FORM: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """`_gate_up` of one token's choices [TOP], then the shared expert: h [TOP or TOP + 1, F].
 
     Rows of choices of weight 0 are not written.
     """
     block = tl.program_id(0)
-    weight, weight_scale = values, scale
+    weight, weight_scale, weight_more = values, scale, more
     e = tl.load(chosen + block, mask=block < TOP, other=0).to(tl.int64)
     probability = tl.load(weights + block, mask=block < TOP, other=1.0)
     if block == TOP:
-        weight, weight_scale = shared, shared_scale
+        weight, weight_scale, weight_more = shared, shared_scale, shared_more
     if probability != 0.0:
         f = tl.program_id(1) * BF + tl.arange(0, BF)
         gate = tl.zeros([BF], tl.float32)
         up = tl.zeros([BF], tl.float32)
         for inner in tl.static_range(0, H, BH):
             a = tl.load(x + inner + tl.arange(0, BH))[None, :].to(tl.float32)
-            gate += tl.sum(products(weight, weight_scale, e * 2 * F + f, a, inner, H, RUN, BH, BF), axis=1)
-            up += tl.sum(products(weight, weight_scale, e * 2 * F + F + f, a, inner, H, RUN, BH, BF), axis=1)
+            row = e * 2 * F + f
+            gate += tl.sum(products(weight, weight_scale, weight_more, row, a, inner, H, FORM, BF, BH), axis=1)
+            up += tl.sum(products(weight, weight_scale, weight_more, row + F, a, inner, H, FORM, BF, BH), axis=1)
         activated = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(h + block * F + f, activated.to(h.dtype.element_ty))
 
 
 @triton.jit
 def _down_one(
-    h, values, scale, shared, shared_scale, chosen, weights, gate, residual, y,
+    h, values, scale, more, shared, shared_scale, shared_more, chosen, weights, gate, residual, y,
     TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr, RESIDUAL: tl.constexpr,
-    RUN: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Computes y [H]: the choices' products by their weights, the shared expert's by its gate, and the residual."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     # The sum over threads comes once, at the end, for all choices.
-    total = tl.zeros([BN, BF // RUN if RUN else BF], tl.float32)
+    total = tl.zeros([BN, BF // FORM[0] if FORM[0] else BF], tl.float32)
     for c in tl.static_range(TOP):
         weight = tl.load(weights + c)
         e = tl.load(chosen + c).to(tl.int64)
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + c * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
-            product = products(values, scale, e * H + n, a, inner, F, RUN, BF, BN)
+            product = products(values, scale, more, e * H + n, a, inner, F, FORM, BN, BF)
             # Selected, not multiplied by zero: rows that were not computed may be NaN.
             total += tl.where(weight != 0.0, weight * product, 0.0)
     if SHARED:
         weight = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + TOP * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
-            total += weight * products(shared, shared_scale, n, a, inner, F, RUN, BF, BN)
+            total += weight * products(shared, shared_scale, shared_more, n, a, inner, F, FORM, BN, BF)
     product = tl.sum(total, axis=1)
     if RESIDUAL:
         product += tl.load(residual + n).to(tl.float32)
@@ -193,31 +195,29 @@ def _rows_of_a_block(choices: int, experts: int, weight: Array, card: Card) -> i
     """Rows of a block, about the average choices of an expert.
 
     128, whose tiles halve the reads of weights and inputs from the L2 cache, needs a card whose products read 16-bit
-    operands in shared memory.
+    operands in shared memory. Where they read registers, each warp of 64 rows would convert the same weights.
     """
-    if choices <= 16 * experts:
+    if choices <= 16 * experts or (weight.dtype.itemsize == 1 and not card.reads_shared):
         return 16 if choices <= 2 * experts else 32
     is_wide = card.reads_shared and weight.dtype.itemsize == 2
     return 128 if choices > 64 * experts and is_wide else 64
 
 
-def why_not(choices: int, gate_up: Array | QuantizedWeight, down: Array | QuantizedWeight, card: Card) -> str | None:
+def why_not(choices: int, gate_up: Array | QuantizedWeight, down: Array | QuantizedWeight) -> str | None:
     """The reason why the kernels do not support ``choices`` choices of experts with these weights, or None."""
     if choices > MAX_CHOICES:
         return f"{choices} choices of experts: the kernel takes {MAX_CHOICES} at most"
-    if reason := why_not_weight(gate_up, card) or why_not_weight(down, card):
+    if reason := why_not_weight(gate_up) or why_not_weight(down):
         return reason
-    inner = [w.shape[-1] // (w.scale.shape[-1] if isinstance(w, QuantizedWeight) else 1) for w in (gate_up, down)]
+    inner = [run_of(w) or w.shape[-1] for w in (gate_up, down)]
     sizes = (*inner, gate_up.shape[-2], down.shape[-2])
     # Products have at least 16 inputs, and one scale each.
     return f"sizes {sizes}: all must be multiples of 16" if any(n % 16 for n in sizes) else None
 
 
-def are_alike(experts: Array | QuantizedWeight, other: Array | QuantizedWeight) -> bool:
-    """Whether another weight has the shape, dtype and runs of each expert's weight."""
-    (values, scale, run), (other_values, other_scale, other_run) = parts(experts), parts(other)
-    same_dtypes = (values.dtype, scale.dtype) == (other_values.dtype, other_scale.dtype)
-    return same_dtypes and run == other_run and values.shape[1:] == other_values.shape
+def are_alike(experts: Array | QuantizedWeight, other: Array | QuantizedWeight, card: Card) -> bool:
+    """Whether another weight has the shape and the kind of each expert's weight."""
+    return Parts.of(experts, card).kind == Parts.of(other, card).kind and experts.shape[1:] == other.shape
 
 
 def experts_triton(
@@ -250,13 +250,15 @@ def experts_triton(
     """
     (n, hidden), top = x.shape, chosen.shape[1]
     e, _, f, _ = gate_up.shape
-    first, second = parts(gate_up), parts(down)
-    shared_gate, *shared_parts = (None, first, second) if shared is None else (shared[2], *map(parts, shared[:2]))
+    first, second = Parts.of(gate_up, card), Parts.of(down, card)
+    shared_gate, *shared_parts = (
+        (None, first, second) if shared is None else (shared[2], *(Parts.of(w, card) for w in shared[:2]))
+    )
     # `_gate_up_one` and `_down_one` sum over runs whose length is a power of two.
-    if n == 1 and not any(run & (run - 1) for *_, run in (first, second)):
+    if n == 1 and not any(run & (run - 1) for run in (first.form[0], second.form[0])):
         gate_up_parts, down_parts = (first, shared_parts[0]), (second, shared_parts[1])
         return _one_token(card, x, weights, chosen, gate_up_parts, down_parts, shared_gate, residual)
-    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first[0], card)
+    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first.values, card)
     is_sorted = n > rows
     no_plan = [jnp.zeros(1, jnp.int32)] * 3
     plan = [chosen, weights, *(aligned(card, weights, chosen, e, rows) if is_sorted else no_plan)]
@@ -274,20 +276,22 @@ def experts_triton(
     }
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     gate_outputs, down_outputs, warps, stages, step_bytes = TILES[rows]
+    # Of four bits twice as many inputs, where a block has few rows.
     inner = step_bytes // x.dtype.itemsize
-    block_f, block_h, run = divisor(f, gate_outputs), divisor(first[2] or hidden, inner), first[2]
-    step = block_h * (rows * x.dtype.itemsize + 2 * block_f * first[0].dtype.itemsize)
+    block_f, block_h = divisor(f, gate_outputs), first.step(hidden, inner)
+    step = block_h * (rows * x.dtype.itemsize + 2 * block_f * first.bytes_of_input)
     (h,) = triton_call(
-        card, _gate_up, [x, *first[:2], *shared_parts[0][:2], *plan],
+        card, _gate_up, [x, *first[:3], *shared_parts[0][:3], *plan],
         [jax.ShapeDtypeStruct((blocks * rows, f), x.dtype)], (blocks, f // block_f), num_warps=warps,
-        num_stages=stages_within(stages, step, card), RUN=run, BF=block_f, BH=block_h, **sizes,
+        num_stages=stages_within(stages, step, card), FORM=first.form, BF=block_f, BH=block_h, **sizes,
     )  # fmt: skip
-    block_n, block_f, run = divisor(hidden, down_outputs), divisor(second[2] or f, inner), second[2]
-    step = block_f * (rows * x.dtype.itemsize + block_n * second[0].dtype.itemsize)
+    block_n, block_f = divisor(hidden, down_outputs), second.step(f, inner)
+    step = block_f * (rows * x.dtype.itemsize + block_n * second.bytes_of_input)
     (y,) = triton_call(
-        card, _down, [h, *second[:2], *shared_parts[1][:2], *plan],
+        card, _down, [h, *second[:3], *shared_parts[1][:3], *plan],
         [jax.ShapeDtypeStruct((c + (n if shared_blocks else 0), hidden), x.dtype)], (blocks, hidden // block_n),
-        num_warps=warps, num_stages=stages_within(stages, step, card), RUN=run, BN=block_n, BF=block_f, **sizes,
+        num_warps=warps, num_stages=stages_within(stages, step, card), FORM=second.form, BN=block_n, BF=block_f,
+        **sizes,
     )  # fmt: skip
     routed = y[:c].reshape(n, top, hidden).astype(jnp.float32)
     total = jnp.sum(jnp.where(weights[..., None] != 0, routed * weights[..., None], 0.0), axis=1)
@@ -303,30 +307,30 @@ def _one_token(
     x: Array,
     weights: Array,
     chosen: Array,
-    gate_up: tuple[tuple[Array, Array, int], tuple[Array, Array, int]],
-    down: tuple[tuple[Array, Array, int], tuple[Array, Array, int]],
+    gate_up: tuple[Parts, Parts],
+    down: tuple[Parts, Parts],
     gate: Array | None,
     residual: Array | None,
 ) -> Array:
-    """`experts_triton` of one token; ``gate_up``, ``down``: `parts` of the experts' and the shared expert's weights."""
-    (hidden, top), (values, scale, run) = (x.shape[1], chosen.shape[1]), gate_up[0]
-    f, used_experts = values.shape[2], top + (gate is not None)
+    """`experts_triton` of one token; ``gate_up``, ``down``: the experts' and the shared expert's weights."""
+    hidden, top = x.shape[1], chosen.shape[1]
+    f, used_experts = gate_up[0].values.shape[2], top + (gate is not None)
     sizes = {"TOP": top, "F": f, "H": hidden}
     outputs, *warps = GATE_UP_ONE
-    block = divisor(f, outputs)
+    block, form = divisor(f, outputs), gate_up[0].form
     (h,) = triton_call(
-        card, _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen, weights],
+        card, _gate_up_one, [x, *(part for w in gate_up for part in w[:3]), chosen, weights],
         [jax.ShapeDtypeStruct((used_experts, f), x.dtype)], (used_experts, f // block),
-        num_warps=warps[run > 0], RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)), **sizes,
+        num_warps=warps[form[0] > 0], FORM=form, BF=block, BH=max(form[0], divisor(hidden, 2048)), **sizes,
     )  # fmt: skip
-    values, scale, run = down[0]
     outputs, *warps = DOWN_ONE
-    block = divisor(hidden, outputs)
+    block, form = divisor(hidden, outputs), down[0].form
     (y,) = triton_call(
         card, _down_one,
-        [h, values, scale, *down[1][:2], chosen, weights, *(x if a is None else a for a in (gate, residual))],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps[run > 0],
-        SHARED=used_experts > top, RESIDUAL=residual is not None, RUN=run, BN=block, BF=max(run, divisor(f, 1024)),
+        [h, *(p for w in down for p in w[:3]), chosen, weights, *(x if a is None else a for a in (gate, residual))],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps[form[0] > 0],
+        SHARED=used_experts > top, RESIDUAL=residual is not None, FORM=form, BN=block,
+        BF=max(form[0], divisor(f, 1024)),
         **sizes,
     )  # fmt: skip
     return y

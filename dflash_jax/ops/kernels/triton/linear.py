@@ -1,9 +1,9 @@
 """Linear maps of few tokens in Triton.
 
 One kernel applies several weights to one input, with the norm before them and SwiGLU or a residual after them. One
-token has a kernel without matrix products; two to 16 tokens have one whose products have 16 rows, or, where it would
-have too few programs (a router's), the first one for each token. Each program computes some outputs of one weight from
-all inputs, so that no second kernel has to sum partial results.
+token has a kernel without matrix products; two to 16 tokens have one whose products have 16 rows (with weights of four
+bits up to 32), or, where it would have too few programs (a router's), the first one for each token. Each program
+computes some outputs of one weight from all inputs, so that no second kernel has to sum partial results.
 """
 
 # A Triton kernel is compiled from Python's syntax; Triton's annotations describe the host's objects.
@@ -11,7 +11,6 @@ all inputs, so that no second kernel has to sum partial results.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +22,21 @@ from jaxtyping import Array, Float
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import (
+    Parts,
     divisor,
+    has_four_bits,
     next_power_of_two,
-    parts,
     products,
+    run_of,
     stages_within,
     tile,
     why_not_weight,
 )
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
 
-# The most weights and rows of one kernel.
-MAX_WEIGHTS, MAX_ROWS = 3, 16
+# The most weights of one kind in a kernel; rows of its products; and the most rows with a weight of four bits, of which
+# XLA would write an unpacked copy.
+MAX_WEIGHTS, MAX_ROWS, MAX_FOUR_BITS_ROWS = 3, 16, 32
 # For one token: outputs of a program (second: of quantized weights, or of more than MANY_INPUTS inputs), and warps.
 OUTPUTS, MANY_INPUTS, WARPS = (4, 8), 8192, 4
 # For more tokens, by outputs of a program: bytes of a row of x in a step, warps, stages, and stages for quantized
@@ -52,8 +54,8 @@ MAX_NORMED_OUTPUTS, MAX_INPUTS_PER_OUTPUT = 1024, 32
 
 @triton.jit
 def _one_token(
-    x, norm, residual, normed, weight, scale, y, N, row,
-    RUN: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr, RETURN_NORMED: tl.constexpr,
+    x, norm, residual, normed, weight, scale, more, y, N, row,
+    FORM: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr, RETURN_NORMED: tl.constexpr,
     SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -71,9 +73,10 @@ def _one_token(
         if NORMED:
             squares += a * a
             a *= OFFSET + tl.load(norm + k).to(tl.float32)
-        terms = products(weight, scale, clipped_row, a[None, :], inner, H, RUN, BH, BN)
+        terms = products(weight, scale, more, clipped_row, a[None, :], inner, H, FORM, BN, BH)
         if SWIGLU:
-            up += tl.sum(products(weight, scale, N + clipped_row, a[None, :], inner, H, RUN, BH, BN), axis=1)
+            terms_up = products(weight, scale, more, N + clipped_row, a[None, :], inner, H, FORM, BN, BH)
+            up += tl.sum(terms_up, axis=1)
         total += tl.sum(terms, axis=1)
     if NORMED:
         inverse_rms = tl.rsqrt(tl.sum(squares, axis=0) / H + EPS)
@@ -93,8 +96,8 @@ def _one_token(
 
 @triton.jit
 def _few_tokens(
-    x, norm, residual, normed, weight, scale, y, N, row,
-    RUN: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr, RETURN_NORMED: tl.constexpr,
+    x, norm, residual, normed, weight, scale, more, y, N, row,
+    FORM: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr, RETURN_NORMED: tl.constexpr,
     SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr,
     BC: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -111,10 +114,10 @@ def _few_tokens(
             wide = a.to(tl.float32)
             square += tl.sum(wide * wide, axis=1)
             a = (wide * (OFFSET + tl.load(norm + k).to(tl.float32))).to(a.dtype)
-        w, s = tile(weight, scale, clipped_row, inner, H, RUN, BH, x.dtype.element_ty)
+        w, s = tile(weight, scale, more, clipped_row, inner, H, FORM, BN, BH, x.dtype.element_ty)
         total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         if SWIGLU:
-            w, s = tile(weight, scale, N + clipped_row, inner, H, RUN, BH, x.dtype.element_ty)
+            w, s = tile(weight, scale, more, N + clipped_row, inner, H, FORM, BN, BH, x.dtype.element_ty)
             up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
     if NORMED:
         inverse_rms = tl.rsqrt(square / H + EPS)[:, None]
@@ -135,30 +138,30 @@ def _few_tokens(
 
 @triton.jit
 def _select_weight(
-    block, w0, s0, y0, w1, s1, y1, w2, s2, y2,
+    block, w0, s0, m0, y0, w1, s1, m1, y1, w2, s2, m2, y2,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Selects a program's part of three weights of one kind: weight, scale, result, outputs of it, and its rows [BN].
+    """Selects a program's part of three weights of one kind: a weight's `Parts`, result, outputs, and its rows [BN].
 
     Rows past the last output are padding.
     """
     b0: tl.constexpr = (N0 + BN - 1) // BN
     b1: tl.constexpr = b0 + (N1 + BN - 1) // BN
-    weight, scale, y, outputs = w0, s0, y0, N0
+    weight, scale, more, y, outputs = w0, s0, m0, y0, N0
     if block >= b1:
         block -= b1
-        weight, scale, y, outputs = w2, s2, y2, N2
+        weight, scale, more, y, outputs = w2, s2, m2, y2, N2
     elif block >= b0:
         block -= b0
-        weight, scale, y, outputs = w1, s1, y1, N1
-    return weight, scale, y, outputs, block * BN + tl.arange(0, BN)
+        weight, scale, more, y, outputs = w1, s1, m1, y1, N1
+    return weight, scale, more, y, outputs, block * BN + tl.arange(0, BN)
 
 
 @triton.jit
 def _project_one(
-    x, norm, residual, w0, s0, w1, s1, w2, s2, w3, s3, y0, y1, y2, y3, normed,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, RUN: tl.constexpr, BH: tl.constexpr,
-    RUN3: tl.constexpr, BH3: tl.constexpr, ALIKE: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr,
+    x, norm, residual, w0, s0, m0, w1, s1, m1, w2, s2, m2, w3, s3, m3, y0, y1, y2, y3, normed,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, FORM: tl.constexpr, BH: tl.constexpr,
+    FORM3: tl.constexpr, BH3: tl.constexpr, ALIKE: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr,
     RETURN_NORMED: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -168,65 +171,74 @@ def _project_one(
     """
     block = tl.program_id(0)
     if N3 == 0:
-        weight, scale, y, outputs, row = _select_weight(block, w0, s0, y0, w1, s1, y1, w2, s2, y2, N0, N1, N2, BN)
+        weight, scale, more, y, outputs, row = _select_weight(
+            block, w0, s0, m0, y0, w1, s1, m1, y1, w2, s2, m2, y2, N0, N1, N2, BN
+        )
         _one_token(
-            x, norm, residual, normed, weight, scale, y, outputs, row, RUN, BH, H, NORMED, RETURN_NORMED, SWIGLU,
+            x, norm, residual, normed, weight, scale, more, y, outputs, row, FORM, BH, H, NORMED, RETURN_NORMED, SWIGLU,
             RESIDUAL, EPS, OFFSET, BN, BC,
         )  # fmt: skip
     elif block < ALIKE:
-        weight, scale, y, outputs, row = _select_weight(block, w0, s0, y0, w1, s1, y1, w2, s2, y2, N0, N1, N2, BN)
+        weight, scale, more, y, outputs, row = _select_weight(
+            block, w0, s0, m0, y0, w1, s1, m1, y1, w2, s2, m2, y2, N0, N1, N2, BN
+        )
         _one_token(
-            x, norm, residual, normed, weight, scale, y, outputs, row, RUN, BH, H, NORMED, RETURN_NORMED, SWIGLU,
+            x, norm, residual, normed, weight, scale, more, y, outputs, row, FORM, BH, H, NORMED, RETURN_NORMED, SWIGLU,
             RESIDUAL, EPS, OFFSET, BN, BC,
         )  # fmt: skip
     else:
         row = (block - ALIKE) * BN + tl.arange(0, BN)
         _one_token(
-            x, norm, residual, normed, w3, s3, y3, N3, row, RUN3, BH3, H, NORMED, RETURN_NORMED, SWIGLU, RESIDUAL, EPS,
-            OFFSET, BN, BC,
+            x, norm, residual, normed, w3, s3, m3, y3, N3, row, FORM3, BH3, H, NORMED, RETURN_NORMED, SWIGLU, RESIDUAL,
+            EPS, OFFSET, BN, BC,
         )  # fmt: skip
 
 
 @triton.jit
 def _project(
-    x, norm, residual, w0, s0, w1, s1, w2, s2, w3, s3, y0, y1, y2, y3, normed,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, RUN: tl.constexpr, BH: tl.constexpr,
-    RUN3: tl.constexpr, BH3: tl.constexpr, ALIKE: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr,
+    x, norm, residual, w0, s0, m0, w1, s1, m1, w2, s2, m2, w3, s3, m3, y0, y1, y2, y3, normed,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, FORM: tl.constexpr, BH: tl.constexpr,
+    FORM3: tl.constexpr, BH3: tl.constexpr, ALIKE: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr,
     RETURN_NORMED: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_project_one` for R tokens in each program: y [R, N]."""
     block = tl.program_id(0)
     if N3 == 0:
-        weight, scale, y, outputs, row = _select_weight(block, w0, s0, y0, w1, s1, y1, w2, s2, y2, N0, N1, N2, BN)
+        weight, scale, more, y, outputs, row = _select_weight(
+            block, w0, s0, m0, y0, w1, s1, m1, y1, w2, s2, m2, y2, N0, N1, N2, BN
+        )
         _few_tokens(
-            x, norm, residual, normed, weight, scale, y, outputs, row, RUN, BH, H, NORMED, RETURN_NORMED, SWIGLU,
+            x, norm, residual, normed, weight, scale, more, y, outputs, row, FORM, BH, H, NORMED, RETURN_NORMED, SWIGLU,
             RESIDUAL, EPS, OFFSET, BN, BC, R, BM, PRECISION,
         )  # fmt: skip
     elif block < ALIKE:
-        weight, scale, y, outputs, row = _select_weight(block, w0, s0, y0, w1, s1, y1, w2, s2, y2, N0, N1, N2, BN)
+        weight, scale, more, y, outputs, row = _select_weight(
+            block, w0, s0, m0, y0, w1, s1, m1, y1, w2, s2, m2, y2, N0, N1, N2, BN
+        )
         _few_tokens(
-            x, norm, residual, normed, weight, scale, y, outputs, row, RUN, BH, H, NORMED, RETURN_NORMED, SWIGLU,
+            x, norm, residual, normed, weight, scale, more, y, outputs, row, FORM, BH, H, NORMED, RETURN_NORMED, SWIGLU,
             RESIDUAL, EPS, OFFSET, BN, BC, R, BM, PRECISION,
         )  # fmt: skip
     else:
         row = (block - ALIKE) * BN + tl.arange(0, BN)
         _few_tokens(
-            x, norm, residual, normed, w3, s3, y3, N3, row, RUN3, BH3, H, NORMED, RETURN_NORMED, SWIGLU, RESIDUAL, EPS,
-            OFFSET, BN, BC, R, BM, PRECISION,
+            x, norm, residual, normed, w3, s3, m3, y3, N3, row, FORM3, BH3, H, NORMED, RETURN_NORMED, SWIGLU, RESIDUAL,
+            EPS, OFFSET, BN, BC, R, BM, PRECISION,
         )  # fmt: skip
 
 
-def why_not(rows: int, inner: int, weights: Sequence[Weight], card: Card) -> str | None:
+def why_not(rows: int, inner: int, weights: Sequence[Weight]) -> str | None:
     """The reason why the kernels do not support ``rows`` rows of ``inner`` inputs and these weights, or None."""
     unpacked = [w for w in weights if not isinstance(w, PackedWeight)]
     if len(unpacked) < len(weights):
         return "the weights are packed for a CPU"
-    runs = [parts(w)[2] for w in unpacked]
-    if reason := next(filter(None, (why_not_weight(w, card) for w in unpacked)), None):
+    runs = [run_of(w) for w in unpacked]
+    if reason := next(filter(None, map(why_not_weight, unpacked)), None):
         return reason
-    if rows > MAX_ROWS:
-        return f"{rows} rows: the kernel takes {MAX_ROWS} at most"
+    limit = MAX_FOUR_BITS_ROWS if any(has_four_bits(w) for w in unpacked) else MAX_ROWS
+    if rows > limit:
+        return f"{rows} rows: the kernel takes {limit} at most"
     if rows == 1 and not _one_takes(inner, runs):
         return f"{inner} inputs in runs of {runs}: a row needs a multiple of 64, in runs of a power of two"
     if rows > 1 and (inner % 16 or any(run % 16 for run in runs)):
@@ -280,16 +292,16 @@ def project_triton(
     Returns:
         [R, O] for each weight, then the normed x [R, H] if ``return_normed``.
     """
-    kinds = {}
-    for i, w in enumerate(weights):
-        kinds.setdefault(_weight_kind(w), []).append(i)
+    kinds, weight_parts = {}, [Parts.of(w, card) for w in weights]
+    for i, w in enumerate(weight_parts):
+        kinds.setdefault(w.kind, []).append(i)
     groups = [alike[i : i + MAX_WEIGHTS] for alike in kinds.values() for i in range(0, len(alike), MAX_WEIGHTS)]
     # One kernel takes several weights of one kind and one of another.
     if len(kinds) == 2 and [len(group) for group in groups[1:]] == [1]:
         groups = [groups[0] + groups[1]]
     results, normed = {}, []
     for group in groups:
-        return_here, group_weights = return_normed and not normed, [weights[i] for i in group]
+        return_here, group_weights = return_normed and not normed, [weight_parts[i] for i in group]
         *outputs, last = _launch_group(
             x, group_weights, norm, residual, dtype or x.dtype, eps, offset, return_here, swiglu, card
         )
@@ -298,15 +310,9 @@ def project_triton(
     return (*(results[i] for i in range(len(weights))), *normed)
 
 
-def _weight_kind(weight: Array | QuantizedWeight) -> tuple[Any, Any, int]:
-    """Dtypes of values and scale, and inputs of a scale: weights of one kind share a kernel's code."""
-    values, scale, run = parts(weight)
-    return values.dtype, scale.dtype, run
-
-
 def _launch_group(
     x: Array,
-    weights: Sequence[Array | QuantizedWeight],
+    weights: Sequence[Parts],
     norm: Array | None,
     residual: Array | None,
     dtype: DTypeLike,
@@ -318,13 +324,13 @@ def _launch_group(
 ) -> list[Array]:
     """Results of up to `MAX_WEIGHTS` weights of one kind, then one of another; then the normed x or a placeholder."""
     rows, hidden = x.shape
-    alike = sum(_weight_kind(w) == _weight_kind(weights[0]) for w in weights)
+    alike = sum(w.kind == weights[0].kind for w in weights)
     others, missing = len(weights) - alike, MAX_WEIGHTS - alike
-    weight_parts = [*map(parts, [*weights[:alike], *weights[:1] * missing, weights[-1]])]
-    sizes = [w.shape[0] >> swiglu for w in weights]
+    sizes = [w.values.shape[0] >> swiglu for w in weights]
     sizes[alike:alike] = [0] * missing
     sizes += [0] * (1 - others)
-    (*_, run), (*_, other_run) = weight_parts[0], weight_parts[-1]
+    both = weights[0], weights[-1]
+    (run, *_), (other_run, *_) = (w.form for w in both)
     is_small = sum(sizes) <= BY_ROW_OUTPUTS and rows * sum(sizes) * hidden <= BY_ROW_READ
     by_row = rows == 1 or (is_small and _one_takes(hidden, (run, other_run)))
     if by_row:
@@ -333,23 +339,28 @@ def _launch_group(
     else:
         block = next((n for n in TILES if sum(sizes) >= n * PROGRAMS[run > 0]), min(TILES))
         kernel, (step, warps, *stages) = _project, TILES[block]
-        steps = [divisor(r or hidden, step // x.dtype.itemsize) for r in (run, other_run)]
+        inner, few, tile_rows = step // x.dtype.itemsize, both[0].has_four_bits, -(-rows // MAX_ROWS) * MAX_ROWS
+        # Of a weight beside one of four bits, about as many bytes.
+        limits = inner, inner // (int(2 * both[1].bytes_of_input) if few else 1)
+        steps = [w.step(hidden, limit) for w, limit in zip(both, limits, strict=True)]
         bytes_of_step = max(
-            n * (MAX_ROWS * x.dtype.itemsize + (1 + swiglu) * block * w.dtype.itemsize)
-            for n, (w, *_) in zip(steps, (weight_parts[0], weight_parts[-1]), strict=True)
+            n * (tile_rows * x.dtype.itemsize + (1 + swiglu) * block * w.bytes_of_input)
+            for n, w in zip(steps, both, strict=True)
         )
-        stages = [stages_within(n, bytes_of_step, card) for n in stages]
-        meta = {"R": rows, "BM": MAX_ROWS, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
+        # A step of four bits has half the bytes, and more work.
+        stages = [stages_within(n << few, bytes_of_step, card) for n in stages]
+        warps = min(4, block // 8) if few else warps
+        meta = {"R": rows, "BM": tile_rows, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     programs = [-(-n // block) for n in sizes]
     meta |= {f"N{i}": n for i, n in enumerate(sizes)}
     args = [x, x if norm is None else norm, x if residual is None else residual]
-    args += [part for w in weight_parts for part in w[:2]]
+    args += [x for w in (*weights[:alike], *weights[:1] * missing, weights[-1]) for x in w[:3]]
     out = [jax.ShapeDtypeStruct((rows, n), dtype) for n in sizes]
     out.append(jax.ShapeDtypeStruct(x.shape if return_normed else (0,), x.dtype))
     outputs = triton_call(
         card, kernel, args, out, (sum(programs), rows if by_row else 1), num_warps=warps, num_stages=stages[run > 0],
-        RUN=run, BH=steps[0],
-        RUN3=other_run, BH3=steps[1], ALIKE=sum(programs[:MAX_WEIGHTS]), H=hidden, NORMED=norm is not None,
+        FORM=both[0].form, BH=steps[0], FORM3=both[1].form, BH3=steps[1], ALIKE=sum(programs[:MAX_WEIGHTS]), H=hidden,
+        NORMED=norm is not None,
         RETURN_NORMED=return_normed, SWIGLU=swiglu, RESIDUAL=residual is not None, EPS=eps, OFFSET=offset, BN=block,
         BC=next_power_of_two(-(-hidden // sum(programs))), **meta,
     )  # fmt: skip

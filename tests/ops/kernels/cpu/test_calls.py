@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.linear import DeferredNorm, linear
-from dflash_jax.ops.weights import PackedWeight
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight
 from tests.float64 import assert_as_near
 
 
@@ -157,7 +158,13 @@ def test_arrays_of_shapes_that_differ_are_refused():
     angles, k, buffer = jnp.ones((2, 3, 4)), jnp.ones((2, 3, 1, 8)), jnp.zeros((4, 1, 64, 8))
     table, rows, places = jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32)
     qkv, patch_angles, bounds = jnp.ones((5, 3, 2, 8)), jnp.ones((5, 4)), jnp.zeros(5, jnp.int32)
+    few = PackedWeight.of(QuantizedWeight(np.ones((40, 8), np.int8), np.ones((40, 2), np.float32)), 1)
+    longer = replace(few, form=replace(few.form, runs=1))
     for message, call in (
+        ("panels of another number of inputs", lambda: cpu.linear(x[:, :6], [weight])),
+        ("panels of another number of inputs", lambda: cpu.linear(x[:, :4], [few])),
+        ("panels of another number of inputs", lambda: cpu.linear(x, [longer])),
+        ("runs of other sizes", lambda: cpu.linear(x[:, :7], [few])),
         ("a norm of another size than the inputs", lambda: cpu.linear(x, [weight], jnp.ones(7))),
         ("a norm of another size than the inputs", lambda: cpu.linear(x, [weight], eight, norm_bias=jnp.ones(9))),
         ("angles of another number", lambda: rotated(k, (angles[:, :1], angles[:, :1]))),

@@ -8,6 +8,7 @@ from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.moe import mixture
 from dflash_jax.ops.weights import PackedWeight
+from tests import few_bits
 from tests.float64 import assert_as_near
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
@@ -49,8 +50,12 @@ def test_of_equal_experts_the_first():
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_a_token_is_the_same_alone_and_among_others():
+@pytest.mark.parametrize("form", [None, "int4", "fp8"])
+def test_a_token_is_the_same_alone_and_among_others(form):
     x, logits, gate_up, down = arguments(50, 8, 48, 192)
+    if form is not None:
+        rng = np.random.default_rng(0)
+        gate_up, down = (few_bits.weight(rng, w.shape[:-1], w.shape[-1], 48, form) for w in (gate_up, down))
     panels = PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1)
     together = cpu.mixture(x, logits, jnp.ones(50, bool), *panels, 3, True)
     for n in (1, 2, 13, 49):

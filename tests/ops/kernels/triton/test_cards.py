@@ -16,7 +16,6 @@ from dflash_jax.ops.kernels.triton import attention as triton_attention
 from dflash_jax.ops.kernels.triton import launch
 from dflash_jax.ops.kernels.triton import linear as triton_project
 from dflash_jax.ops.kernels.triton import tiles as triton_tiles
-from dflash_jax.ops.weights import quantize
 
 
 def device(capability: str, **more) -> SimpleNamespace:
@@ -65,16 +64,6 @@ def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
     path.write_text("#!/bin/sh\nexit 1\n")
     assert launch.release_of(path) is None
     assert launch.release_of(tmp_path / "missing") is None
-
-
-def test_float8_on_a_card_without_it_is_said():
-    weights = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)}
-    for capability, reason in ((80, "compute capability 8.0"), (89, None)):
-        cuda = Backend.for_card(Card.of_capability(capability))
-        said = cuda.no_triton_for(weights)
-        assert said == reason if reason is None else reason in said
-        assert cuda.no_triton_for({jnp.dtype(jnp.bfloat16)}) is None
-    assert Backend.xla("cuda", Card.of_capability(80)).no_triton_for(weights) is None
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
@@ -153,12 +142,6 @@ def test_fewer_steps_in_flight_on_small_cards():
         return triton_tiles.stages_within(4, 36 * KIB, Card.of_capability(capability))
 
     assert [stages(c) for c in (80, 89, 90, 120)] == [4, 3, 4, 3]
-
-
-def test_float8_is_for_cards_that_have_it():
-    weight = quantize(jnp.ones((32, 64)), "fp8")
-    for capability, expected in ((80, "sm_80 does not read float8"), (89, None), (90, None)):
-        assert triton_project.why_not(1, 64, [weight], Card.of_capability(capability)) == expected
 
 
 def test_float16_is_normed_before_products_of_several_rows():

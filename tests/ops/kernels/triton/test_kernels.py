@@ -55,6 +55,14 @@ def normal(rng, *shape):
         (70, 4, 5, 9, ("fp8", 2), 96),
         pytest.param(3, 2, 8, 3, None, 96, marks=pytest.mark.long),
         (170, 2, 3, 5, None, 96),
+        (1, 2, 7, 1, ("nvfp4", 6), 96),
+        pytest.param(1, 2, 7, 0, ("int4", 3), 96, marks=pytest.mark.long),
+        (1, 2, 7, 0, ("int4 with zeros", 3), 96),
+        (5, 3, 7, 2, ("nvfp4", 6), 96),
+        (5, 3, 7, 1, ("mxfp4", 3), None),
+        (16, 4, 20, 3, ("int4 with zeros", 3), 96),
+        (70, 4, 5, 9, ("nvfp4", 6), 96),
+        pytest.param(70, 4, 5, 9, ("int4", 3), 96, marks=pytest.mark.long),
     ],
 )
 def test_mixture_in_triton_equals_its_definition(tokens, top, experts, idle, quantized, shared):
@@ -132,6 +140,10 @@ def test_rows_do_not_depend_on_one_another():
         (128, ((32,), (16,), (32,)), ("fp8", 2), {"norm", "kept"}),
         (128, ((48,), (16, 2)), ("int8", 1), set()),
         (128, ((48,),), ("int8", 1), {"residual"}),
+        (128, ((32,), (16,), (32,)), ("nvfp4", 8), {"norm", "kept"}),
+        (128, ((2, 40),), ("int4", 4), {"norm", "gated"}),
+        (128, ((48,), (16, 2)), ("int4 with zeros", 1), set()),
+        (192, ((48,),), ("mxfp4", 6), {"residual"}),
     ],
 )
 def test_linear_in_triton_equals_its_definition(

@@ -1,0 +1,145 @@
+"""Weights in four and eight bits in the Triton kernels: every number, every form, several forms in one call."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton.runtime.interpreter")
+
+from dflash_jax.ops import moe
+from dflash_jax.ops.backend import Backend, choose
+from dflash_jax.ops.card import HOPPER, Card
+from dflash_jax.ops.kernels.triton import experts as triton_experts
+from dflash_jax.ops.kernels.triton.tiles import Parts
+from dflash_jax.ops.linear import IMPLEMENTATIONS, DeferredNorm, linear
+from dflash_jax.ops.weights import QuantizedWeight
+from tests.helpers import in_one_program
+from tools.float64_reference import assert_as_near
+from tools.kernels import arguments
+from tools.kernels.arguments import FOUR_BITS, Source
+
+CUDA, PLAIN = Backend.for_card(HOPPER), Backend.xla("cuda")
+# Cards below this one have no float8: its bytes are decoded.
+AMPERE = Backend.for_card(Card.of_capability(80))
+FLOAT8 = jnp.float8_e4m3fn
+# Inputs of a scale where a form does not say it.
+RUNS = (32, 64, 128)
+
+
+def by_kernel(backend, x, weights, **options):
+    assert choose("linear", IMPLEMENTATIONS, backend, x, weights, **options).name == "triton"
+    return linear(backend, x, weights, **options)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_e2m1_times_every_e4m3_is_exact(dtype, rows):
+    """Scales from the smallest to the largest, subnormal ones too, by all codes: the rows of an identity bring them
+    out one at a time, a row of ones brings out their sums."""
+    values = np.arange(16, dtype=np.uint8).reshape(8, 2) @ np.array([1, 16], np.uint8)
+    values = np.broadcast_to(np.resize(values, 32), (127, 32))
+    scale = np.broadcast_to(np.arange(127, dtype=np.uint8)[:, None].view(FLOAT8), (127, 4))
+    factor = np.exp2(np.arange(127)[:, None] % 5 - 2).astype(np.float32)
+    weight = QuantizedWeight(*map(jnp.asarray, (values, scale)), factor=jnp.asarray(factor), code="e2m1")
+    x = jnp.asarray(np.eye(16, 64) if rows > 1 else np.arange(64)[None] % 16 == 5, dtype)
+    (found,) = by_kernel(CUDA, x, [weight], dtype=jnp.float32)
+    np.testing.assert_array_equal(found, np.asarray(x, np.float32) @ np.asarray(weight.dense(jnp.float32)).T)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_byte_of_float8_is_exact_on_cards_without_it(dtype, rows):
+    numbers = np.concatenate([np.arange(127, dtype=np.uint8), np.arange(128, 255, dtype=np.uint8)]).view(FLOAT8)
+    weight = QuantizedWeight(
+        jnp.asarray(np.broadcast_to(numbers[:, None], (254, 64))), jnp.full((254, 1), 0.5, jnp.float32)
+    )
+    assert Parts.of(weight, AMPERE.card).form[1] == "e4m3"
+    x = jnp.asarray(np.eye(rows, 64), dtype)
+    (found,) = by_kernel(AMPERE, x, [weight], dtype=jnp.float32)
+    np.testing.assert_array_equal(found, np.asarray(x, np.float32) @ np.asarray(weight.dense(jnp.float32)).T)
+
+
+@pytest.mark.parametrize(
+    ("form", "run"), [(form, run) for form, (_, fixed, *_) in FOUR_BITS.items() for run in ([fixed] if fixed else RUNS)]
+)
+def test_a_form_in_sixteen_bits_is_as_near_as_its_definition(form, run):
+    """Runs that are scaled in the tile and after the product, of two rows and of 16."""
+    for rows, dtype in ((2, jnp.bfloat16), (16, jnp.float16)):
+        x, _, weights = arguments.projections(Source(run), rows, 256, ((40,),), (form, 256 // run), dtype)
+        (found,) = by_kernel(CUDA, x, weights)
+        (expected,) = linear(PLAIN, x, weights)
+        exact = np.einsum("rti,oi->rto", np.asarray(x, np.float64), np.asarray(weights[0].dense(jnp.float32)))
+        apart, allowed = (np.abs(np.asarray(y, np.float64) - exact).max() for y in (found, expected))
+        assert apart <= 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact).max(), (rows, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 27])
+def test_weights_of_several_forms_in_one_call(rows):
+    """Three kinds, of one shape: each is computed as what it is, and a norm is kept once."""
+    source = Source(rows)
+    x, norm, (plain,) = arguments.projections(source, rows, 128, ((32,),))
+    weights = [arguments.in_few_bits(source, plain, form, 2) for form in FOUR_BITS]
+    weights = [*weights, plain, arguments.in_few_bits(source, plain, "fp8", 2), weights[0]]
+    given = DeferredNorm(x, norm, 1e-6, 1.0)
+    found = in_one_program(partial(by_kernel, CUDA, return_normed=True))(given, weights)
+    assert_as_near(found, partial(linear, PLAIN, return_normed=True), given, weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_shared_expert_that_is_not_quantized_is_computed_apart(tokens):
+    """Its weights have the experts' sizes, not their form."""
+    *args, options = arguments.experts(Source(tokens), tokens, 2, 7, 64, 128, 0, ("nvfp4", 4), 64, plain_shared=True)
+    gate_up, shared = args[4], args[6]
+    assert not triton_experts.are_alike(gate_up, shared[0], HOPPER)
+    found = in_one_program(partial(moe.mixture, CUDA, **options))(*args)
+    assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
+
+
+def test_a_kind_is_form_and_dtypes():
+    """What differs in anything that a kernel's code depends on shares no kernel's code."""
+    plain = jnp.zeros((2, 32, 128))
+    source = Source(0)
+    weights = {form: arguments.in_few_bits(source, plain, form, 2) for form in (*FOUR_BITS, "fp8", "int8")}
+    one = weights["int4"]
+    weights |= {
+        "array": plain,
+        "half": plain.astype(jnp.bfloat16),
+        "other runs": arguments.in_few_bits(source, plain, "int4", 4),
+        "other scales": replace(one, scale=one.scale.astype(jnp.float32)),
+        "other zeros": replace(one, zero=jnp.zeros(one.scale.shape, jnp.int8)),
+        "factors": replace(one, factor=jnp.ones((2, 32, 1))),
+        "more factors": replace(one, factor=jnp.ones((2, 32, 2))),
+    }
+    kinds = [Parts.of(w, HOPPER).kind for w in weights.values()]
+    assert len(set(kinds)) == len(kinds)
+    for name, weight in weights.items():
+        alike = [other for other in weights if triton_experts.are_alike(weight, weights[other][0], HOPPER)]
+        assert alike == [name]
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (1, 4), (5, 1), (5, 4)])
+def test_factors_of_parts(rows, parts):
+    """A row that is several of a checkpoint, or a device's, has a factor for each."""
+    source = Source(parts)
+    x, _, (plain,) = arguments.projections(source, rows, 256, ((40,),))
+    weight = arguments.in_few_bits(source, plain, "nvfp4", 0)
+    factor = source.rng.uniform(0.001, 0.01, (40, parts)).astype(np.float32)
+    weight = replace(weight, factor=jnp.asarray(factor))
+    found = in_one_program(partial(by_kernel, CUDA))(x, [weight])
+    assert_as_near(found, partial(linear, PLAIN), x, [weight])
+
+
+def test_zeros_and_factors_at_once_are_refused():
+    weight = arguments.in_few_bits(Source(0), np.zeros((32, 64), np.float32), "int4 with zeros", 2)
+    weight = replace(weight, factor=jnp.ones((32, 1)))
+    assert "zeros and factors" in IMPLEMENTATIONS[1].supports(CUDA, jnp.zeros((1, 64)), [weight])
+
+
+def test_rows_of_a_block_where_each_warp_would_convert_the_weights():
+    ada, bytes_, halves = Card.of_capability(89), jnp.zeros(1, jnp.uint8), jnp.zeros(1, jnp.bfloat16)
+    for card, weight, expected in ((ada, bytes_, 32), (ada, halves, 64), (HOPPER, bytes_, 64), (HOPPER, halves, 128)):
+        assert triton_experts._rows_of_a_block(1000, 10, weight, card) == expected
