@@ -118,7 +118,7 @@ def packed_mixture_cases():
     gate_up, down = (rng.standard_normal(s).astype(np.float32) / 8 for s in ((8, 2, 32, 64), (8, 64, 32)))
     packed = PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1)
     options = {"experts_per_token": 2, "normalise": True}
-    yield (x, logits, jnp.arange(9) != 4, 0, *packed, None, x), options
+    yield (x, logits, jnp.arange(9) != 4, jnp.int32(0), *packed, None, x), options
 
 
 def few_bits_mixture_cases():
@@ -133,7 +133,7 @@ def few_bits_mixture_cases():
         shared = (*(PackedWeight.of(w, 1) for w in shared), jnp.asarray(rng.standard_normal(tokens), jnp.float32))
         packed = PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1)
         options = {"experts_per_token": 2, "normalise": True}
-        yield (x, logits, jnp.arange(tokens) != 4, 0, *packed, shared, x), options
+        yield (x, logits, jnp.arange(tokens) != 4, jnp.int32(0), *packed, shared, x), options
 
 
 def linear_cases():
