@@ -349,7 +349,7 @@ def _launch_group(
         )
         # A step of four bits has half the bytes, and more work.
         stages = [stages_within(n << few, bytes_of_step, card) for n in stages]
-        warps = min(4, block // 8) if few else warps
+        warps = min(4, block // 8) * (tile_rows // MAX_ROWS) if few else warps
         meta = {"R": rows, "BM": tile_rows, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     programs = [-(-n // block) for n in sizes]
     meta |= {f"N{i}": n for i, n in enumerate(sizes)}
