@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.checkpoint.load import load_target
+from dflash_jax.checkpoint import orbax
+from dflash_jax.checkpoint.load import load_target, open_any
 from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.cli.plan import main
 from dflash_jax.engine.model_size import weigh
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.weights import is_weight
 from dflash_jax.options.systems import System, read_system
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
@@ -84,6 +86,20 @@ def test_weights_take_the_bytes_that_are_planned(quantize):
     allocated = sum(x.nbytes for x in jax.tree.leaves(loaded))
     assert weigh(planned, ONE_DEVICE).total == weigh(loaded, ONE_DEVICE).total == allocated
     assert weigh(planned, ONE_DEVICE).parameters == weigh(loaded, ONE_DEVICE).parameters
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "nvfp4"])
+def test_what_was_quantized_for_orbax_takes_the_bytes_that_are_planned(quantize, tmp_path):
+    """Also the MTP head, whose paths are the target's and whose tensors stay as they were."""
+    opened, module = open_any(TINY / "target")
+    options = {"dtype": None, "quantize": quantize}
+    orbax.convert(opened, module, TINY / "target", tmp_path / "o", ONE_DEVICE, options, lambda x: x)
+    shapes = read_shapes(str(tmp_path / "o"), str(tmp_path / "o"))
+    planned, head = abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, None, XLA)
+    loaded = load_target(tmp_path / "o", jnp.bfloat16, backend=XLA)
+    assert weigh(planned, ONE_DEVICE).total == sum(x.nbytes for x in jax.tree.leaves(loaded))
+    assert head is not None
+    assert not any(is_weight(x) for x in jax.tree.leaves(head, is_leaf=is_weight))
 
 
 def test_a_window_of_the_drafter_bounds_its_keys_and_values():

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from dflash_jax import progress
 from dflash_jax.checkpoint import orbax, quantization, quantized
-from dflash_jax.checkpoint.config_files import parsed, read_json, read_raw
+from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, Tensors, tensor_names, write_json, write_tensors
 from dflash_jax.checkpoint.parameters import C, Source, cast, check_quantize, read_parameter, spread
 from dflash_jax.errors import InputError
@@ -406,7 +406,7 @@ def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Deco
 def read_forms(
     directory: Path, raw: dict, config: ModelConfig | DraftConfig | MtpConfig, overrides: dict | None = None
 ) -> Forms:
-    """What the parameters of a checkpoint in few bits take: of its tensors, or, where it has no files, of its config.
+    """What parameters in few bits take: by a checkpoint's tensors, or, where it has no files, by its config.
 
     Args:
         directory: The checkpoint's directory, or a ``config.json``.
@@ -418,23 +418,28 @@ def read_forms(
         InputError: A loader would refuse it.
     """
     form = quantization.read(raw, directory)
-    if form is None:
-        return Forms()
-    if directory.is_dir() and any(directory.glob("*.safetensors")):
-        source = (open_target if isinstance(config, ModelConfig) else open_drafter)(directory, overrides=overrides)
-        stored, files, unused = source.stored, source.files, source.unused
-    elif directory.is_dir() and orbax.is_orbax(directory):
-        if read_json(directory / orbax.MANIFEST)["quantize"] == "none":
-            return Forms()
+    caches, table = form and form.caches, _table(raw, config)
+
+    def by_tensors(stored: Mapping[str, tuple[quantized.Stored, ...]], files: Tensors) -> dict[str, quantized.Form]:
+        return {path: quantized.form(parts, files) for path, parts in stored.items()}
+
+    if directory.is_dir() and orbax.is_orbax(directory):
         files = orbax.ConvertedTensors(directory)
-        entries = _table(raw, config)(config, quantized.plain_names(files))
+        entries = table(config, quantized.plain_names(files))
+        # A head's tensors are there as they were.
         stored = parsed(lambda _: quantized.all_stored(entries, files, form), raw, directory)
+        found = by_tensors(stored, files) if isinstance(config, MtpConfig) else orbax.forms(directory)
         weights = {t.name for e in entries for t in e.tensors}
-        unused = tuple(name for name in files if quantized.is_unused(name, weights))
+        unused = tuple(name for name in files if form is not None and quantized.is_unused(name, weights))
+    elif form is None:
+        return Forms()
+    elif directory.is_dir() and any(directory.glob("*.safetensors")):
+        source = (open_target if isinstance(config, ModelConfig) else open_drafter)(directory, overrides=overrides)
+        found, unused = by_tensors(source.stored, source.files), source.unused
     else:
-        claims = ((e.path, quantized.claimed_form(e, form)) for e in _table(raw, config)(config))
-        return Forms(tuple((path, claim) for path, claim in claims if claim), caches=form.caches)
-    return Forms(tuple((path, quantized.form(parts, files)) for path, parts in stored.items()), unused, form.caches)
+        claims = ((e.path, quantized.claimed_form(e, form)) for e in table(config))
+        found, unused = {path: claim for path, claim in claims if claim}, ()
+    return Forms(tuple(found.items()), unused, caches)
 
 
 def _table(raw: dict, config: ModelConfig | DraftConfig | MtpConfig) -> Callable[..., list[Entry]]:

@@ -293,6 +293,20 @@ def _shape(arrays: Mapping[str, list]) -> tuple[int, ...]:
     return (*rows, 2 * size if name in CODES else size)
 
 
+def forms(directory: Path) -> dict[str, quantized.Form]:
+    """Path → form of the parameters that `load` finds in few bits, also those that were quantized on the way."""
+    found = {}
+    for key, record in read_json(directory / MANIFEST)["records"].items():
+        kind, path = key.split(" ", 1)
+        arrays = record["arrays"]
+        if kind == "parameters" and "array" not in arrays:
+            code, (dtype, scales) = next((c for c in CODES if c in arrays), None), arrays["scale"]
+            has_factor = not arrays.keys().isdisjoint(("factor", "divisor"))
+            columns = _shape(arrays)[-1] // scales[-1]
+            found[path] = quantized.Form(code or arrays["values"][0], columns, dtype, has_factor)
+    return found
+
+
 def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
     """Reads every parameter of an abstract module straight to its devices.
 

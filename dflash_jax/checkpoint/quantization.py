@@ -192,7 +192,8 @@ def read(raw: dict, directory: Path) -> Quantization | None:
         return None
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in READERS:
         raise InputError(f"{directory} is quantized by {shown(method)}: {READ_HERE}")
-    found = parsed(lambda _: READERS[method](quantization), raw, directory)
+    path = directory / MODELOPT_FILE if quantization is beside else directory
+    found = parsed(lambda _: READERS[method](quantization), raw, path)
     caches = [d[k] for d in (quantization, beside) for k in ("kv_cache_scheme", "kv_cache_quant_algo") if d.get(k)]
     found.caches = shown(caches[0]) if caches else None
     return found

@@ -441,17 +441,17 @@ def _spread(stored: Stored, role: str, run: int, files: Tensors) -> np.ndarray:
 
 
 def _check_products(parts: Sequence[Stored], files: Tensors) -> None:
-    """Raises InputError where a product or quotient of two scales is not finite."""
+    """Raises InputError where a product or quotient of two scales, or a reciprocal of one, is not finite."""
     for part in parts:
         for role in part.scales.keys() & {"factor", "divisor"}:
-            whole = part.scales[role]
-            largest = files.read(part.scales["scale"].name).astype(np.float32).max(initial=0)
+            whole, scale = part.scales[role], part.scales["scale"]
+            largest = files.read(scale.name).astype(np.float32).max(initial=0 if role == "factor" else 1)
             numbers = files.read(whole.name)
             with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
                 products = largest * numbers if role == "factor" else largest / numbers
-            if not np.isfinite(products).all() or (role == "divisor" and not numbers.all()):
-                what = shown(numbers.max())
-                raise InputError(f"tensor {whole.name!r} has {what}: its scales must be finite numbers")
+            if not (is_finite := np.isfinite(products)).all():
+                number = numbers[~is_finite].flat[0].item()
+                raise InputError(f"tensor {whole.name!r} has {shown(number)}: its scales must be finite numbers")
 
 
 def without_divisor(arrays: dict[str, np.ndarray], is_exact: bool) -> dict[str, np.ndarray]:

@@ -108,7 +108,7 @@ def _change(request: Request, *options: str, text: str | None = None, **fields) 
 
 
 def in_eight_bits(request: Request) -> Change | None:
-    """FP8 for the target's large matrices; None where they have eight bits."""
+    """FP8 for the target's large matrices; None where they are in few bits."""
     if has_few_bits(request.quantize, request.shapes.forms):
         return None
     return _change(request, "--quantize", "fp8", text="FP8", quantize="fp8")
@@ -122,7 +122,10 @@ def with_fp8_caches(request: Request) -> Change | None:
 
 
 def in_four_bits(request: Request) -> Change | None:
-    """NVFP4 for the target's large matrices; None where they have few bits of another's choice, or eight are enough."""
+    """NVFP4 for the target's large matrices; None where FP8 fits, or they are in few bits.
+
+    What ``--quantize`` made of eight bits counts as whole.
+    """
     eight = in_eight_bits(request)
     if eight.request.fits() if eight else request.quantize not in ("int8", "fp8"):
         return None

@@ -414,6 +414,8 @@ def test_modelopts_own_file_stands_for_the_configs_entry(copied, caplog):
     assert "asks for keys and values as 'FP8': kv_cache_dtype 'fp8' has them in FP8" in caplog.text
     asked = ["keys and values as 'FP8'", "--kv-cache-dtype fp8 is off"]
     assert read_shapes(str(path), None).forms.not_used(has_fp8_caches=False) == asked
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": entry | {"quant_algo": "INT4_AWQ"}}))
+    refused(path, f"{path}/hf_quant_config.json: quant_algo is 'INT4_AWQ'")
 
 
 @pytest.mark.parametrize(
@@ -458,6 +460,15 @@ DAMAGE = [
     ("nvfp4 modelopt", {f"{Q}.weight_scale_2": np.float32(3e38)}, [f"'{Q}.weight_scale_2'", "finite"]),
     ("nvfp4 modelopt", {f"{Q}.weight_scale_2": np.float32(-0.1)}, [f"'{Q}.weight_scale_2'", "negative"]),
     ("nvfp4 compressed", {f"{Q}.weight_global_scale": np.zeros(1, np.float32)}, [f"'{Q}.weight_global_scale'", "0"]),
+    # The reciprocal, which is the factor, is not finite; the quotients are.
+    (
+        "nvfp4 compressed",
+        {
+            f"{Q}.weight_global_scale": np.float32([1e-39]),
+            f"{Q}.weight_scale": np.ones((160, 4), np.uint8).view(few_bits.FLOAT8),
+        },
+        [f"'{Q}.weight_global_scale' has 1.0", "finite"],
+    ),
     ("nvfp4 compressed", {f"{Q}.weight_packed": np.zeros((160, 8), np.int32)}, ["[160, 8], it must be [160, 32]"]),
     ("nvfp4 compressed", {f"{Q}.weight_packed": np.zeros((160, 32), np.int32)}, ["dtype I32, it must be U8"]),
     ("nvfp4 modelopt", {f"{Q}.pre_quant_scale": np.ones(64, np.float32)}, [f"unexpected '{Q}.pre_quant_scale'"]),
