@@ -216,6 +216,8 @@ def _check_matrices(entry: Entry, kind: str) -> None:
     tensor, reason = entry.tensors[0], None
     if any(len(t.disk_shape) != 2 for t in entry.tensors):
         reason = "it must be a matrix"
+    elif entry.shape[-1] % 2:
+        reason = "its rows must divide into bytes of two inputs"
     elif kind == "nvfp4" and entry.shape[-1] % GROUPS[kind]:
         reason = f"its rows must be in groups of {GROUPS[kind]}"
     elif kind == "nvfp4" and any(t.rows for t in entry.tensors):

@@ -303,7 +303,7 @@ def forms(directory: Path) -> dict[str, quantized.Form]:
             code, (dtype, scales) = next((c for c in CODES if c in arrays), None), arrays["scale"]
             has_factor = not arrays.keys().isdisjoint(("factor", "divisor"))
             columns = _shape(arrays)[-1] // scales[-1]
-            found[path] = quantized.Form(code or arrays["values"][0], columns, dtype, has_factor)
+            found[path] = quantized.Form(code or arrays["values"][0], columns, dtype, has_factor, "zero" in arrays)
     return found
 
 

@@ -427,6 +427,8 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.
     for role in parts[0].scales:
         run = _run(entry.shape[-1], (part.scales[role].block for part in parts))
         spread = [_spread(part, role, run, files) for part in parts]
+        if len({array.dtype for array in spread}) > 1:
+            spread = [array.astype(np.float32) for array in spread]
         arrays[role] = entry.read(spread, entry.shape[-1] // run)
     _check_products(parts, files)
     return arrays
@@ -545,7 +547,7 @@ def form(parts: Sequence[Stored], files: Tensors) -> Form:
     return Form(
         _values(parts[0].kind),
         math.gcd(*(s.block[1] for s in scales)),
-        np.result_type(*dtypes).name,
+        dtypes.pop().name if len(dtypes) == 1 else "float32",
         has_factor=not parts[0].scales.keys().isdisjoint(("factor", "divisor")),
         has_zero="zero" in parts[0].scales,
     )

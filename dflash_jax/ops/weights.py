@@ -384,16 +384,17 @@ def quantize(weight: Float[Array, "*out I"], kind: str, runs: int = 1) -> Quanti
 
     Returns:
         The weight: in 8 bits with float32 scales [*out, runs]; int4 with bfloat16 scales, of either sign; nvfp4 with
-        float8_e4m3fn scales and one power of two as the factor of all.
+        float8_e4m3fn scales and one power of two as the factor of all. An odd number of inputs, of which no two share a
+        byte, is int8.
     """
-    if kind in GROUPS:
-        return _in_four_bits(weight.astype(jnp.float32), kind)
-    dtype, largest = (jnp.int8, 127.0) if kind == "int8" else (jnp.float8_e4m3fn, 448.0)
+    if kind in GROUPS and weight.shape[-1] % 2 == 0:
+        return _in_four_bits(weight, kind)
+    dtype, largest = (jnp.float8_e4m3fn, 448.0) if kind == "fp8" else (jnp.int8, 127.0)
     split = weight.astype(jnp.float32).reshape(*weight.shape[:-1], runs, -1)
     top = jnp.max(jnp.abs(split), axis=-1)
     scale = jnp.where(top > 0, top, 1.0) / largest
     values = split / scale[..., None]
-    if kind == "int8":
+    if dtype == jnp.int8:
         values = jnp.round(values)
     return QuantizedWeight(values.astype(dtype).reshape(weight.shape), scale)
 
@@ -402,7 +403,7 @@ def _in_four_bits(weight: Float[Array, "*out I"], kind: str) -> QuantizedWeight:
     code, dtype = ("e2m1", jnp.float8_e4m3fn) if kind == "nvfp4" else ("int4", jnp.bfloat16)
     *rows, size = weight.shape
     split = weight.reshape(*rows, -1, math.gcd(size, GROUPS[kind]))
-    top, factor = jnp.max(jnp.abs(split), axis=-1), None
+    top, factor = jnp.max(jnp.abs(split), axis=-1).astype(jnp.float32), None
     if code == "e2m1":
         # A power of two: its products and quotients are exact, also by others' readers. The largest scale is below 448.
         factor = jnp.ldexp(jnp.float32(1), jnp.frexp(jnp.max(top) / (4 * 448))[1])

@@ -96,6 +96,14 @@ def test_four_bits_are_the_nearest_numbers_of_the_best_scale(kind):
 
 
 @pytest.mark.parametrize("kind", GROUPS)
+def test_rows_that_do_not_divide_into_bytes_have_eight_bits(kind):
+    weight = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 7)), jnp.float32)
+    found, right = quantize(weight, kind), quantize(weight, "int8")
+    assert found.code is None
+    np.testing.assert_array_equal(found.dense(jnp.float32), right.dense(jnp.float32))
+
+
+@pytest.mark.parametrize("kind", GROUPS)
 def test_zeros_and_tiny_weights_stay_finite(kind):
     for weight in (np.zeros((2, 64)), np.full((2, 64), 1e-38), np.eye(2, 64) * 3e38):
         found = quantize(jnp.asarray(weight, jnp.float32), kind)
