@@ -1,5 +1,6 @@
 """Weights in four and eight bits: what they stand for, their axes, their products."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
