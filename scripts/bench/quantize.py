@@ -83,7 +83,7 @@ def bits(target: Decoder, whole: Decoder) -> float:
     """Bits of a weight of the matrices that are quantized; those of the whole target's dtype where none is."""
     leaves = [x for x in jax.tree.leaves(target, is_leaf=is_weight) if isinstance(x, QuantizedWeight)]
     size = sum(8 * array.nbytes for x in leaves for array in jax.tree.leaves(x))
-    return size / sum(np.prod(x.shape) for x in leaves) if leaves else 8.0 * whole.dtype.itemsize
+    return size / sum(np.prod(x.shape) for x in leaves) if leaves else 8.0 * jnp.dtype(whole.dtype).itemsize
 
 
 def make_parser() -> argparse.ArgumentParser:
