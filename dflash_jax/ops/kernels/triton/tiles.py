@@ -1,5 +1,8 @@
 """Shared parts of the Triton kernels: tiles of arrays and of quantized weights, tile sizes, checks."""
 
+# A Triton kernel is compiled from Python's syntax; Triton's annotations describe the host's objects.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+
 from typing import Any, NamedTuple
 
 import jax
