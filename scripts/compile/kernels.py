@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.checkpoint.quantization import QUANTIZE
+from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import SHARED_MEMORY, Card
 from dflash_jax.options.parser import Parser
