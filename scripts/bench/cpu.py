@@ -1,12 +1,13 @@
 """Plain decoding and DFlash against transformers on the same weights: one process each, float32, as JSON lines.
 
     python scripts/bench/cpu.py [--target DIR --draft DIR] [--data FILE ... --temperatures 0 0.7] [--blocks 1 4]
-                                [--threads 1] [--llama-bench PROGRAM --gguf FILE ...]
+                                [--threads 1] [--llama-bench PROGRAM --gguf FILE ...] [--quantize FORM ...]
 
 Without --data: a few beginnings of Python, --new-tokens tokens each; with it, answers to the first turns of the first
 --prompts conversations of each file (as scripts/data/benchmark_data.py writes them), at most --new-tokens long. --gguf:
 files of the same weights, in the bits that they have, for llama.cpp's own benchmark (prompts of the average length).
---threads: cores that a contender may use.
+--quantize: forms of the target's weights, each a contender for plain decoding and for each block; transformers, which
+has none of them, is then left out. --threads: cores that a contender may use.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import time
 from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
+
+from dflash_jax.checkpoint.quantize import QUANTIZE
 
 PROMPTS = [
     "def main(",
@@ -80,11 +83,11 @@ def llama_bench(path: str, sets: dict[str, list[list[int]]], args) -> dict[str, 
     return found
 
 
-def dflash_answers(target: str | None, draft: str | None, block: int, draft_tokens: str) -> Callable:
+def dflash_answers(target: str | None, draft: str | None, block: int, draft_tokens: str, quantize: str) -> Callable:
     """As `transformers_answers`; prompts one after the other."""
     from dflash_jax import LLM, SamplingParams
 
-    options = {"prefix_bytes": 0, "draft_tokens": draft_tokens}
+    options = {"prefix_bytes": 0, "draft_tokens": draft_tokens, "quantize": None if quantize == "none" else quantize}
     llm = LLM(target, draft, **options) if target else LLM(**options)
 
     def answer(prompts, new_tokens, temperature, ignore_eos):
@@ -150,8 +153,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="of each file (default: %(default)s)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help='JSON lines {"turns": ["…"]}')
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="default: 0")
-    parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
+    parser.add_argument("--blocks", nargs="*", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
     parser.add_argument("--draft-tokens", default="auto", metavar="FILE|none", help="as generate's")
+    parser.add_argument("--quantize", nargs="+", choices=QUANTIZE, default=["none"], metavar="FORM")
     parser.add_argument("--threads", type=int, metavar="N", help="default: as many as there are cores")
     parser.add_argument("--llama-bench", metavar="PROGRAM", default="llama-bench")
     parser.add_argument("--gguf", nargs="+", default=[], metavar="FILE", help="the same weights for llama.cpp")
@@ -169,19 +173,21 @@ def main() -> None:
             Path(path).stem if path else "code": read_prompts(path, args.prompts, target)
             for path in args.data or [None]
         }
-        is_ours = args.only.isdigit()
+        block, _, form = args.only.partition(" ")
+        is_ours = block.isdigit()
         if args.only in args.gguf:
             found = llama_bench(args.only, sets, args)
         elif is_ours:
-            answer = dflash_answers(args.target, args.draft, int(args.only), args.draft_tokens)
+            answer = dflash_answers(args.target, args.draft, int(block), args.draft_tokens, form)
             found = measure(answer, sets, args, True)
         else:
             found = measure(transformers_answers(target), sets, args, False)
         print(json.dumps(found))
         return
     plain: dict[str, dict] = {}
-    for name in ("1", *map(str, args.blocks), *args.gguf, "transformers"):
-        contender = f"dflash_jax block {name}" if name.isdigit() else Path(name).name
+    ours = [f"{block} {form}" for form in args.quantize for block in (1, *args.blocks)]
+    for name in (*ours, *args.gguf, *(["transformers"] if args.quantize == ["none"] else [])):
+        contender = f"dflash_jax block {name.removesuffix(' none')}" if name in ours else Path(name).name
         try:
             results = child(name, args)
         except subprocess.CalledProcessError as e:
