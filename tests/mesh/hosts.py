@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -16,7 +17,7 @@ from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.group import joined
-from dflash_jax.parallel.sharding import Layout, NamedSharding, parameter_specs, place
+from dflash_jax.parallel.sharding import Layout, parameter_specs, place
 from tests import tiny
 from tests.engine.load import CAPACITY, alone, engine_for, margin, some_requests, under_load
 from tools.equality import equal_or_tie
