@@ -25,6 +25,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.checkpoint.smollm2 import cached_smollm2
 from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.packing import unpack_weights
 from dflash_jax.ops.weights import QuantizedWeight, is_weight
 from dflash_jax.options.parser import Parser
 from dflash_jax.process import exit_code
@@ -81,7 +82,8 @@ def table(found: list[dict]) -> str:
 
 def bits(target: Decoder, whole: Decoder) -> float:
     """Bits of a weight of the matrices that are quantized; those of the whole target's dtype where none is."""
-    leaves = [x for x in jax.tree.leaves(target, is_leaf=is_weight) if isinstance(x, QuantizedWeight)]
+    leaves = jax.tree.leaves(unpack_weights(target), is_leaf=is_weight)
+    leaves = [x for x in leaves if isinstance(x, QuantizedWeight)]
     size = sum(8 * array.nbytes for x in leaves for array in jax.tree.leaves(x))
     return size / sum(np.prod(x.shape) for x in leaves) if leaves else 8.0 * jnp.dtype(whole.dtype).itemsize
 
