@@ -159,7 +159,8 @@ class _Planned(Tensors):
         self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for entry in entries:
             for tensor in entry.tensors:
-                self._tensors |= _of_matrix(tensor.name, *tensor.disk_shape, kind, _run(entry, kind))
+                rows, columns = tensor.disk_shape
+                self._tensors |= _of_matrix(tensor.name, rows, columns, kind, _run(entry, kind))
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1]
@@ -310,8 +311,9 @@ def quantize_to_hf(
             if isinstance(item, str):
                 yield Tensor(item, opened.files[item]), opened.files.read(item)
                 continue
-            weights = [read_parameter(entry, opened, None, kind, one).arrays() for entry in item]
-            for read, arrays in zip(item, _with_one_factor(weights), strict=True):
+            weights: list[Any] = [read_parameter(entry, opened, None, kind, one) for entry in item]
+            arrays_of = _with_one_factor([weight.arrays() for weight in weights])
+            for read, arrays in zip(item, arrays_of, strict=True):
                 entry = large[read.path]
                 stored = quantized.stored_of(entry, planned, form)
                 in_few_bits.update({part.name: part for matrix in stored for part in matrix.parts})

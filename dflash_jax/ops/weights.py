@@ -4,11 +4,11 @@
 # pyright: reportUnknownMemberType=false
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+W = TypeVar("W")
 # Outputs in a panel of a `PackedWeight`.
 LANES = 16
 # For more tokens, or shorter runs, the products of all runs, float32 [T, runs, O], are larger than the weight in
@@ -89,12 +90,12 @@ class QuantizedWeight:
 
     def __getitem__(self, index: Any) -> "QuantizedWeight":
         """Indexes leading axes only."""
-        return jax.tree.map(lambda array: array[index], self)
+        return _map(lambda array: array[index], self)
 
     def reshape(self, *shape: int) -> "QuantizedWeight":
         """Reshapes leading axes; the last axis, whose size is given, stays, or takes in those before it."""
         values = self.values.reshape(*shape[:-1], shape[-1] if self.code is None else shape[-1] // 2)
-        shaped = jax.tree.map(lambda array: array.reshape(*values.shape[:-1], -1), self)
+        shaped = _map(lambda array: array.reshape(*values.shape[:-1], -1), self)
         return replace(shaped, values=values)
 
     def spread(self, parts: int) -> "QuantizedWeight":
@@ -109,7 +110,7 @@ class QuantizedWeight:
             run = size // scales.shape[-1]
             return scales.repeat(run // math.gcd(run, size // parts), axis=-1)
 
-        return replace(jax.tree.map(copied, self), values=self.values)
+        return replace(_map(copied, self), values=self.values)
 
     def numbers(self, dtype: DTypeLike) -> Float[Array, "*out N run"]:
         """The numbers less their zeros, in runs: of 16 bits or more ``dtype`` has them exactly."""
@@ -145,6 +146,12 @@ class QuantizedWeight:
             preferred_element_type=jnp.float32,
         )
         return jnp.einsum("nto,on->to", parts, self.scales()).astype(x.dtype)
+
+
+def _map(function: Callable[[Array], Array], weight: W) -> W:
+    """The weight with ``function`` of each of its arrays."""
+    mapped: W = jax.tree.map(function, weight)
+    return mapped
 
 
 def _numbers(values: Array, code: str) -> Array:
@@ -196,6 +203,7 @@ class PanelForm:
 
     def arrays(self, inputs: int) -> dict[str, tuple[int, np.dtype[Any]]]:
         """Size and dtype of each array of an output, in order, by their names in `QuantizedWeight.arrays`."""
+        arrays: dict[str, tuple[int, np.dtype[Any]]]
         if self.numbers in CODES:
             arrays = {self.numbers: (inputs // 2, np.dtype(np.uint8))}
         else:
@@ -248,7 +256,7 @@ class PackedWeight:
             form = PanelForm.of(rows)
             rows = _with_nan_scales(rows) if form.numbers == "fp8" else rows
             typed = zip(rows.arrays().values(), form.arrays(inputs).values(), strict=True)
-            words = _words_of_rows([array.astype(dtype) for array, (_, dtype) in typed])
+            words = _words_of_rows([np.asarray(array).astype(dtype) for array, (_, dtype) in typed])
             return cls(_panels(words), weight.shape, contracted, form)
         matrix = weight.reshape(-1, inputs)
         if inputs % 2:
@@ -265,7 +273,11 @@ class PackedWeight:
         outputs, inputs = (math.prod(part) for part in (shape[:-contracted], shape[-contracted:]))
         form, words, dtype = None, inputs + inputs % 2, jnp.float32
         if isinstance(weight, QuantizedWeight):
-            form = PanelForm.of(jax.eval_shape(lambda w: w.reshape(outputs, inputs), weight))
+
+            def flat(weight: QuantizedWeight) -> QuantizedWeight:
+                return weight.reshape(outputs, inputs)
+
+            form = PanelForm.of(jax.eval_shape(flat, weight))
             words, dtype = form.words(inputs), jnp.uint32
         panels: Any = jax.ShapeDtypeStruct((-(-outputs // LANES), words, LANES), dtype)
         return cls(panels, shape, contracted, form)
@@ -306,7 +318,7 @@ class PackedWeight:
         inputs = math.prod(self.shape[-self.contracted :])
         rows = panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[: math.prod(self.shape) // inputs]
         weight = self._rows(rows, inputs)
-        return jax.tree.map(lambda array: array.reshape(*self.shape[:-1], -1), weight)
+        return _map(lambda array: array.reshape(*self.shape[:-1], -1), weight)
 
     def dense(self) -> Float[Array, "..."]:
         """The weight as an array float32 [*out, *in]."""

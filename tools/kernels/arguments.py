@@ -7,6 +7,7 @@ Small arguments are computed by NumPy: JAX would compile a program for each oper
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def in_few_bits(source, weight, kind, runs) -> QuantizedWeight:
     code, run, dtype, has_zeros, has_factors = FOUR_BITS[kind]
     *out, size = weight.shape
     runs = size // run if run else runs
-    values = np.frombuffer(source.rng.bytes(weight.size // 2), np.uint8).reshape(*out, size // 2)
+    values: Any = np.frombuffer(source.rng.bytes(weight.size // 2), np.uint8).reshape(*out, size // 2)
     scale = source.rng.uniform(0.1, 0.5, (*out, runs))
     zero = source.rng.integers(-8, 8, scale.shape, np.int8) if has_zeros else None
     factor = source.rng.uniform(0.5, 1, (*out, 1)) * size**-0.5 / 100 if has_factors else None

@@ -281,7 +281,7 @@ def mixture(
         float32 [N, H].
     """
     call: Any = jax.ffi.ffi_call("DflashExperts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
-    options = {"features": np.int64(gate_up.shape[2]), "top": np.int64(top), "normalise": normalise}
+    options: dict[str, Any] = {"features": np.int64(gate_up.shape[2]), "top": np.int64(top), "normalise": normalise}
     options["forms"] = forms_of(gate_up, down)
     return call(x, logits, live, gate_up.panels, down.panels, **options)
 
