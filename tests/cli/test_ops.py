@@ -57,11 +57,11 @@ def test_without_kernels_each_operation_says_why(capsys):
 
 
 @pytest.mark.usefixtures("short")
-def test_float8_on_a_card_without_it(capsys):
+def test_weights_in_few_bits_have_kernels_on_a_card_without_float8(capsys):
     pytest.importorskip("triton")
-    found = choices(capsys, "--device", "a100", "--quantize", "fp8")
-    reasons = [r for c in found["plain step"] if c["op"] == "mixture" for r in c["passed_over"]]
-    assert ["triton", "sm_80 does not read float8"] in reasons
+    for form in ("fp8", "nvfp4", "int4"):
+        found = choices(capsys, "--device", "a100", "--quantize", form)
+        assert taken(found["plain step"])["mixture"] == {"triton"}, form
 
 
 @pytest.mark.usefixtures("short")
