@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from dflash_jax.checkpoint import orbax, quantization, quantized
 from dflash_jax.checkpoint.config_files import read_json, read_raw
-from dflash_jax.checkpoint.files import INDEX, Tensors, new_directory, write_json
+from dflash_jax.checkpoint.files import INDEX, DescribedTensors, Tensors, new_directory, write_json
 from dflash_jax.checkpoint.load import open_target, read_entries
 from dflash_jax.checkpoint.parameters import QUANTIZED, read_parameter
 from dflash_jax.errors import InputError
@@ -152,32 +152,14 @@ def name_shards(directory: Path, shards: list[list[str]]) -> None:
 # Weights in four bits.
 
 
-class _Planned(Tensors):
+def _planned(entries: Iterable[Entry], kind: str) -> DescribedTensors:
     """Names, shapes and dtypes of the tensors that compressed-tensors has for matrices [O, I] of ``kind``."""
-
-    def __init__(self, entries: Iterable[Entry], kind: str):
-        self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for entry in entries:
-            for tensor in entry.tensors:
-                rows, columns = tensor.disk_shape
-                self._tensors |= _of_matrix(tensor.name, rows, columns, kind, _run(entry, kind))
-
-    def __getitem__(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name][1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def dtype(self, name: str) -> str:
-        """See `Tensors`."""
-        return self._tensors[name][0]
-
-    def read(self, name: str) -> np.ndarray:
-        """See `Tensors`."""
-        raise AssertionError(f"{name} is not written yet")
+    tensors = {}
+    for entry in entries:
+        for tensor in entry.tensors:
+            rows, columns = tensor.disk_shape
+            tensors |= _of_matrix(tensor.name, rows, columns, kind, _run(entry, kind))
+    return DescribedTensors(tensors)
 
 
 def _run(entry: Entry, kind: str) -> int:
@@ -298,7 +280,7 @@ def quantize_to_hf(
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": sorted(ignored),
     }
-    planned, form = _Planned(large.values(), kind), quantization.read({"quantization_config": written}, source)
+    planned, form = _planned(large.values(), kind), quantization.read({"quantization_config": written}, source)
     joined: dict[str, list[Entry]] = {}
     for entry in opened.entries:
         if entry.path in large:

@@ -6,7 +6,7 @@ import mmap
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,34 @@ class Tensors(Mapping[str, tuple[int, ...]]):
 
     def release(self) -> None:
         """Frees what reading occupied."""
+
+
+class DescribedTensors(Tensors):
+    """Shapes and dtypes of tensors that are in no file of their own.
+
+    Args:
+        tensors: Name → dtype, as `Tensors.dtype`, and shape.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sequence]):
+        self._tensors = dict(tensors)
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name][1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def dtype(self, name: str) -> str:
+        """See `Tensors`."""
+        return self._tensors[name][0]
+
+    def read(self, name: str) -> np.ndarray:
+        """See `Tensors`."""
+        raise AssertionError(f"{name} is in no file of its own")
 
 
 class TensorFiles(Tensors):

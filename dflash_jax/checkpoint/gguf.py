@@ -111,7 +111,7 @@ def _entries(config: dict, names: Collection[str], directory: Path) -> list[Entr
 
 
 def _dense(name: str, output: Output, dtype: str | dict[int, str]) -> dict[str, Streamed]:
-    """A tensor in one dtype, or in those of its ggml types; or whole numbers."""
+    """A tensor to write: in ``dtype``, or in the dtype that this has for its ggml type; int64 for whole numbers."""
     if output.is_integer:
         return {name: Streamed(output.shape, np.dtype(np.int64), output.chunks)}
     dtypes = {dtype} if isinstance(dtype, str) else {dtype.get(s.kind, "bfloat16") for s in output.sources}

@@ -9,7 +9,7 @@ conversion and is refused.
 
 import hashlib
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import quantized
 from dflash_jax.checkpoint.config_files import read_json
-from dflash_jax.checkpoint.files import Tensors, write_json
+from dflash_jax.checkpoint.files import DescribedTensors, write_json
 from dflash_jax.checkpoint.parameters import (
     Source,
     array_shardings,
@@ -231,7 +231,7 @@ def tensor_names(directory: Path) -> Collection[str]:
     return read_json(directory / MANIFEST)["tensors"]
 
 
-class ConvertedTensors(Tensors):
+class ConvertedTensors(DescribedTensors):
     """The tensors of the checkpoint that was converted, with their shapes and dtypes.
 
     Args:
@@ -242,24 +242,7 @@ class ConvertedTensors(Tensors):
     """
 
     def __init__(self, directory: Path):
-        self._tensors: dict[str, list] = dict(read_json(directory / MANIFEST)["tensors"])
-
-    def __getitem__(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name][1])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def dtype(self, name: str) -> str:
-        """See `Tensors`."""
-        return self._tensors[name][0]
-
-    def read(self, name: str) -> np.ndarray:
-        """See `Tensors`."""
-        raise AssertionError(f"{name} is in no item of its own")
+        super().__init__(read_json(directory / MANIFEST)["tensors"])
 
 
 class ExtraTensors(ConvertedTensors):

@@ -105,7 +105,7 @@ class TargetHeads:
         candidates: ``candidates(logits, positions, k, ids=None)`` → the `selector.Candidates` of each place: the k
             tokens that ``draw`` compares last.
         scored_draw: ``draw`` with a second result, the drafts' scores as in `Proposal`, float32 [B, T - 1]; None where
-            nobody reads them. A wrapper that replaces ``draw`` sets this to None.
+            no program reads them. A wrapper that replaces ``draw`` sets this to None.
     """
 
     embed: Callable[..., Array]

@@ -44,7 +44,7 @@ inline const uint32_t* Skip(const uint32_t* w, int64_t p, int64_t k_size) {
 struct Scaled {
   const Panels* panels;
   int64_t first;
-  const float* numbers;  // all of theirs, unpacked, [K rounded up to 8, 16] each; or null
+  const float* numbers;  // unpacked weights, [K rounded up to 8, 16] a panel; or null
 };
 
 inline int64_t Unpacked(int64_t k_size) { return (k_size + 7) / 8 * 8 * kLanes; }

@@ -59,7 +59,7 @@ struct Panels {
   int64_t codes() const { return form.numbers == Numbers::kInt4 || form.numbers == Numbers::kE2m1 ? 8 : 4; }  // a word
 };
 
-// The weight `i` of a call in `panels`; an error where the panels are not those of its form.
+// The panels of the call's weight number `i`; an error where `panels` do not have the size of its form.
 xla::ffi::ErrorOr<Panels> PanelsOf(const xla::ffi::AnyBuffer& panels, int64_t k_size,
                                    xla::ffi::Span<const int64_t> forms, size_t i);
 
