@@ -66,11 +66,11 @@ def test_index_is_no_index(content, target_dir):
     says(error, target_dir / INDEX)
 
 
-def test_load_of_an_unknown_dtype_names_tensor_and_dtypes(target_dir):
+def test_dtype_of_no_floating_point_names_tensor_and_dtype(target_dir):
     change_tensors(target_dir, lambda t: t.update({"model.norm.weight": np.zeros(HIDDEN, np.int8)}))
     with pytest.raises(InputError) as error:
         load_target(target_dir)
-    says(error, "model.norm.weight", "I8", "BF16")
+    says(error, "model.norm.weight", "I8", "floating-point")
 
 
 def test_bad_tensors_are_all_listed(target_dir):
