@@ -171,19 +171,21 @@ def read_shapes(target: str, draft: str | None, *, overrides: dict | None = None
     from dflash_jax.models.families import dflash
 
     raw, config = read_config_file(Path(target), families.read_target, overrides)
+    forms = read_forms(Path(target), raw, config, overrides)
     drafter, draft_forms, listed = None, None, None
     if draft is not None:
         of_head = overrides if Path(draft).resolve() == Path(target).resolve() else None
         draft_raw, drafter = read_config_file(Path(draft), families.read_drafter, of_head)
         if isinstance(drafter, DraftConfig):
             drafter = dflash.with_tables(drafter, draft_raw, draft_tensor_names(Path(draft)))
-            # The rows of a reduced head take the same bytes where they are the target's.
-            drafter = replace(drafter, own_head=drafter.own_head or drafter.draft_vocab_size is not None)
         drafter.check_fits(config)
         draft_forms = read_forms(Path(draft), draft_raw, drafter, of_head)
         if (file := Path(draft) / DRAFT_TOKENS).exists():
             listed = len(read_draft_tokens(file, config.vocab_size))
-    forms = read_forms(Path(target), raw, config, overrides)
+        elif isinstance(drafter, DraftConfig) and drafter.draft_vocab_size is not None and not drafter.own_head:
+            # The rows of a reduced head are the target's, in the form of its head.
+            drafter, rows = replace(drafter, own_head=True), [each for each in forms.parameters if each[0] == "head"]
+            draft_forms = replace(draft_forms, parameters=(*draft_forms.parameters, *rows))
     return Shapes(config, drafter, forms, draft_forms, draft_tokens=listed)
 
 
@@ -218,22 +220,23 @@ def abstract_pair(
     import jax
     import jax.numpy as jnp
 
+    from dflash_jax.checkpoint.parameters import of_drafter
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.models.drafters import abstract_drafter
     from dflash_jax.models.kv_scales import with_fp8_caches
-    from dflash_jax.models.mtp_config import MtpConfig
 
-    target = abstract_decoder(shapes.target, dtype, layout, backend)
-    drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
-    if drafter is not None:
-        of_head = quantize if isinstance(shapes.draft, MtpConfig) else None
-        drafter = _as_loaded(drafter, layout, of_head, shapes.draft_forms)
+    target = _as_loaded(abstract_decoder(shapes.target, dtype, layout, backend), layout, quantize, shapes.forms)
+    drafter = None
+    if shapes.draft is not None:
+        drafter = abstract_drafter(shapes.draft, dtype, layout, backend)
+        drafter = _as_loaded(drafter, layout, of_drafter(shapes.draft, quantize), shapes.draft_forms)
         if (count := shapes.shortlist) is not None:
-            ids, rows = (count,), (count, shapes.target.hidden_size)
-            structs = jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(rows, dtype)
-            drafter.vocabulary = jax.eval_shape(partial(DraftVocabulary, backend=backend), *structs)
-    target = _as_loaded(target, layout, quantize, shapes.forms)
+            ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+            owner = drafter if getattr(shapes.draft, "own_head", False) else target
+            drafter.vocabulary = jax.eval_shape(
+                lambda owner, ids: DraftVocabulary(ids, owner.head_weight[ids], backend), owner, ids
+            )
     return (with_fp8_caches(target), drafter and with_fp8_caches(drafter)) if has_fp8_caches else (target, drafter)
 
 
@@ -248,7 +251,7 @@ def _as_loaded(module, layout: "Layout", quantize: str | None, forms: "Forms | N
         return module
     import jax
 
-    from dflash_jax.checkpoint.parameters import QUANTIZED
+    from dflash_jax.checkpoint.parameters import FEW_BITS, QUANTIZED
     from dflash_jax.ops.weights import QuantizedWeight
     from dflash_jax.ops.weights import quantize as quantize_array
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, parts_of
@@ -257,8 +260,9 @@ def _as_loaded(module, layout: "Layout", quantize: str | None, forms: "Forms | N
     leaves, structure = jax.tree.flatten(module)
     weights = []
     for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
-        form = known.get(path)
-        if path.rsplit(".", 1)[-1] not in QUANTIZED or (form is None and quantize is None):
+        name = path.rsplit(".", 1)[-1]
+        form = known.get(path) if name in FEW_BITS else None
+        if form is None and (name not in QUANTIZED or quantize is None):
             weights.append(leaf)
             continue
         if form is not None:

@@ -18,6 +18,8 @@ UNPACKED = ("int8 channel", "int8 naive", "int8 tensor")
 COMPRESSED = ("int4 group", "int4 asymmetric", "int4 channel", "int8 asymmetric", *UNPACKED)
 PACKED = ("gptq", "gptq asymmetric", "gptq_v2 asymmetric", "gptq eight", "awq", "awq symmetric")
 MICROSCALING = ("mxfp4", "mxfp4 modelopt", "mxfp8")
+# Those whose heads are in few bits, too.
+WITH_HEAD = ("fp8 channel", "nvfp4 compressed", "mixed", "int4 asymmetric", "gptq eight")
 FORMS = (*FP8, "nvfp4 modelopt", "nvfp4 compressed", "mixed", *COMPRESSED, *PACKED, *MICROSCALING)
 # Inputs that share a scale, of integers and of OCP Microscaling.
 GROUP = 32
@@ -192,7 +194,8 @@ def config(form: str, layers: int = 2) -> dict:
             return packed | {"quant_method": "awq", "version": "gemm", "zero_point": not is_symmetric}
         version = form.split()[0]
         gptq = {"quant_method": "gptq", "checkpoint_format": version, "sym": is_symmetric, "desc_act": False}
-        return packed | gptq | {"dynamic": {"-:.*shared_expert_gate.*": {}, "-:^lm_head$": {}}}
+        dense = ("-:.*shared_expert_gate.*", *([] if form in WITH_HEAD else ["-:^lm_head$"]))
+        return packed | gptq | {"lm_head": form in WITH_HEAD, "dynamic": {name: {} for name in dense}}
     if form == "mxfp4 modelopt":
         return {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32}
     weights: dict = {"num_bits": 8, "type": "float", "strategy": form.split()[-1], "symmetric": True}
@@ -208,7 +211,8 @@ def config(form: str, layers: int = 2) -> dict:
     if form == "nvfp4 compressed":
         weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    ignore = ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:visual.*"]
+    ignore = ["re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:visual.*"]
+    ignore += [] if form in WITH_HEAD else ["lm_head"]
     return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ignore}
 
 
@@ -240,6 +244,9 @@ def of(weight: QuantizedWeight) -> np.ndarray:
         numbers = codes.astype(np.float64) - 8 if weight.code == "int4" else of_e2m1(codes).astype(np.float64)
     else:
         numbers = (of_e4m3(values) if values.dtype == FLOAT8 else values).astype(np.float64)
-    whole = scale.astype(np.float64) * (1 if weight.factor is None else np.asarray(weight.factor))
+    whole = scale.astype(np.float64)
+    if weight.factor is not None:
+        factor = np.asarray(weight.factor)
+        whole *= factor.repeat(whole.shape[-1] // factor.shape[-1], -1)
     zero = 0 if weight.zero is None else np.asarray(weight.zero)[..., None]
     return ((numbers.reshape(*scale.shape, -1) - zero) * whole[..., None]).reshape(weight.shape)

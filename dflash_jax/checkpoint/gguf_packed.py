@@ -12,12 +12,10 @@ import numpy as np
 from dflash_jax.checkpoint.files import Streamed
 from dflash_jax.checkpoint.gguf_file import BITS, split_blocks
 from dflash_jax.checkpoint.gguf_tensors import CHUNK, Output
-from dflash_jax.checkpoint.parameters import QUANTIZED
+from dflash_jax.checkpoint.parameters import FEW_BITS
 from dflash_jax.models.families.names import Entry
 
 GROUP = 32
-# Parameters that may stay packed. Tables of embeddings never do.
-PACKED = (*QUANTIZED, "head")
 # Most layers that one pattern names.
 MOST_LAYERS = 100
 
@@ -34,7 +32,7 @@ def packed_bits(entries: Iterable[Entry], outputs: Mapping[str, Output]) -> dict
     for entry in entries:
         names = [tensor.name for tensor in entry.tensors]
         found = {_bits(outputs.get(name)) for name in names}
-        if entry.path.rsplit(".", 1)[-1] not in PACKED or len(found) > 1 or None in found:
+        if entry.path.rsplit(".", 1)[-1] not in FEW_BITS or len(found) > 1 or None in found:
             mixed |= set(names)
         else:
             bits |= dict.fromkeys(names, found.pop() or 0)

@@ -16,7 +16,7 @@ from dflash_jax import progress
 from dflash_jax.checkpoint import orbax, quantization, quantized
 from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, Tensors, tensor_names, write_json, write_tensors
-from dflash_jax.checkpoint.parameters import C, Source, cast, check_quantize, read_parameter, spread
+from dflash_jax.checkpoint.parameters import C, Source, cast, check_quantize, of_drafter, read_parameter, spread
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
@@ -218,8 +218,8 @@ def load_target(
         layout: The mesh.
         quantize: None keeps weights in few bits as they are; "none" makes them ``dtype``; others of
             `quantize.QUANTIZE` quantize the other large matrices, "int8" and "fp8" with one scale an output,
-            "int4" and "nvfp4" with one a group. Embedding, head, router, norms and small projections are never
-            quantized.
+            "int4" and "nvfp4" with one a group. Embedding, router, norms and small projections are never in few
+            bits, and the head only where the checkpoint has it so.
         backend: Where it will run; this machine by default.
         overrides: Values in place of those of ``config.json``.
 
@@ -491,7 +491,7 @@ def load_drafter(
         target: Configuration that the drafter must fit; None: unchecked.
         layout: The mesh.
         backend: Where it will run; this machine by default.
-        quantize: Of an MTP head, as in `load_target`. DFlash drafters are never quantized.
+        quantize: Of an MTP head, as in `load_target`. DFlash drafters are never quantized; "none" makes them ``dtype``.
         overrides: As in `load_target`.
         final_norm: The target's, for an MTP head alone, whose files need not have it.
 
@@ -502,10 +502,9 @@ def load_drafter(
     directory = Path(directory)
     config = read_fitting_drafter(directory, target, overrides)
     module = abstract_drafter(config, dtype, layout, backend)
-    if isinstance(config, DraftConfig):
-        quantize = None
-        if orbax.is_orbax(directory):
-            return orbax.load(module, directory, dtype, layout, None)
+    quantize = of_drafter(config, quantize)
+    if isinstance(config, DraftConfig) and orbax.is_orbax(directory):
+        return orbax.load(module, directory, dtype, layout, quantize)
     source = open_drafter(directory, target, overrides)
     given = {} if final_norm is None else {"final_norm.weight": final_norm}
     if isinstance(config, MtpConfig) and not given and all(e.path != "final_norm.weight" for e in source.entries):

@@ -21,8 +21,10 @@ from dflash_jax.ops.weights import CODES, QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
 from dflash_jax.parallel.sharding import parts_of, place
 
-# Parameters that loading quantizes, and that stay in few bits: the large matrices.
+# Parameters that loading quantizes: the large matrices. Of a checkpoint in few bits these stay so, and the head, whose
+# numbers are the checkpoint's maker's choice.
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
+FEW_BITS = (*QUANTIZED, "head")
 
 
 def check_quantize(quantize: str | None) -> None:
@@ -77,7 +79,12 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
 
 def stays_quantized(path: str, quantize: str | None) -> bool:
     """Whether a parameter that is in few bits in its checkpoint stays so; ``quantize`` as in `load.load_target`."""
-    return quantize != "none" and path.rsplit(".", 1)[-1] in QUANTIZED
+    return quantize != "none" and path.rsplit(".", 1)[-1] in FEW_BITS
+
+
+def of_drafter(config: DraftConfig | MtpConfig, quantize: str | None) -> str | None:
+    """``quantize`` of a target for its drafter: loading quantizes MTP heads, and not DFlash drafters."""
+    return quantize if isinstance(config, MtpConfig) or quantize == "none" else None
 
 
 def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, np.ndarray]:
@@ -139,7 +146,7 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
 
     Returns:
         An array, or a `QuantizedWeight` whose scales are the checkpoint's, or one for each row: the same on every mesh.
-        Of a checkpoint in few bits only `QUANTIZED` stay so.
+        Of a checkpoint in few bits only `FEW_BITS` stay so.
     """
     if "array" not in arrays:
         weight = QuantizedWeight.of(arrays)

@@ -49,7 +49,7 @@ from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, is_weight
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense, is_weight
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
 
@@ -268,19 +268,15 @@ def without_copies(drafter: D, target: Decoder) -> D:
         return drafter
     config, embed = drafter.config, target.embed[...]
 
-    def head() -> jax.Array | PackedWeight:
+    def head() -> Weight:
         if config.draft_vocab_size is not None:
             return head_rows(target, drafter.head_ids[...], target.layout)
-        return embed if target.config.tied_embeddings else target.head[...]
-
-    def is_copy(own: jax.Array, table) -> bool:
-        table = table.dense() if isinstance(table, PackedWeight) else table
-        return own.dtype == table.dtype and bool(jnp.array_equal(own, table))
+        return target.head_weight
 
     config = replace(
         config,
-        own_embedding=config.own_embedding and not is_copy(drafter.embed[...], embed),
-        own_head=config.own_head and not is_copy(drafter.head[...], head()),
+        own_embedding=config.own_embedding and not _are_equal(drafter.embed[...], embed),
+        own_head=config.own_head and not _are_equal(drafter.head[...], head()),
     )
     if config == drafter.config:
         return drafter
@@ -290,12 +286,20 @@ def without_copies(drafter: D, target: Decoder) -> D:
     return jax.tree.unflatten(jax.tree.structure(shape), [leaves[path] for path in parameter_paths(shape)])
 
 
+@jax.jit
+def _are_equal(own: jax.Array | QuantizedWeight, table: Weight) -> jax.Array:
+    """Whether a drafter's table has the numbers of the target's, whatever form either has."""
+    dtype = jnp.float32 if isinstance(own, QuantizedWeight) else own.dtype
+    table = table.unpacked() if isinstance(table, PackedWeight) else table
+    return jnp.array_equal(dense(own, dtype), dense(table, dtype))
+
+
 def head_owner(drafter: Drafting | None, target: Decoder) -> Drafter | Decoder:
     """Whose head ``drafter`` drafts with."""
     return drafter if isinstance(drafter, Drafter) and drafter.config.own_head else target
 
 
-def head_rows(owner: Drafter | Decoder, ids: jax.Array | np.ndarray, layout: Layout) -> jax.Array:
+def head_rows(owner: Drafter | Decoder, ids: jax.Array | np.ndarray, layout: Layout) -> jax.Array | QuantizedWeight:
     """The rows of the tokens ``ids`` int [N] of a head, which may be divided, on every device: [N, H]."""
     specs = jax.tree.unflatten(jax.tree.structure(owner), parameter_specs(owner))
     options = {"mesh": layout.mesh(), "in_specs": (specs, PartitionSpec()), "out_specs": PartitionSpec()}
@@ -316,7 +320,7 @@ def draft_vocabulary(
         drafter: The drafter, without copies of the target's tables.
         ids: The only tokens to draft, int [N], ascending; None for all that its head has.
         target: The target.
-        dtype: Dtype of the rows.
+        dtype: As of `packed`.
         other: A drafter that may have what is asked for already.
 
     Returns:

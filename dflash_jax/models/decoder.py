@@ -19,7 +19,8 @@ from dflash_jax.models.moe import Moe
 from dflash_jax.models.rope import Angles, rope_angles
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import DeltaRecord, DeltaState, KVCache, KVRecord
-from dflash_jax.ops.linear import project
+from dflash_jax.ops.linear import logits
+from dflash_jax.ops.weights import QuantizedWeight, Weight
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, AxisSharding, Layout, spec
 
 # Chooses what a pass returns for a layer: (cache, record, output) → entry.
@@ -214,13 +215,16 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B H"]) -> Float[Array, "*B V"]:
         """Hidden states [..., H] after the final norm → logits float32 [..., V], divided as ``vocab``."""
-        head = self.embed[...] if self.config.tied_embeddings else self.head[...]
-        return project(self.backend, hidden, head, dtype=jnp.float32)
+        return logits(self.backend, hidden, self.head_weight)
 
-    def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
-        """The head's rows of the tokens ``ids`` int [N]; float32 where the head is packed."""
-        table = self.embed if self.config.tied_embeddings else self.head
-        return look_up(table[...], ids[None], self.vocab)[0]
+    @property
+    def head_weight(self) -> Weight:
+        """The head, or the embedding that is the head, [V, H]."""
+        return self.embed[...] if self.config.tied_embeddings else self.head[...]
+
+    def head_rows(self, ids: Int[Array, " N"]) -> Array | QuantizedWeight:
+        """The head's rows of the tokens ``ids`` int [N], in few bits where the head is; else float32 where packed."""
+        return look_up(self.head_weight, ids[None], self.vocab)[0]
 
     def _angles(self, positions: Int[Array, "B T"] | Int[Array, "3 B T"]) -> Angles:
         """Rotary angles of the positions, for each `RopeSpec` of the layers."""

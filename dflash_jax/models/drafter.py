@@ -28,7 +28,8 @@ from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.block_convolution import block_convolution, convolve
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.cache_write import write
-from dflash_jax.ops.linear import project
+from dflash_jax.ops.linear import logits, project
+from dflash_jax.ops.weights import QuantizedWeight, Weight
 from dflash_jax.parallel.sharding import ONE_DEVICE, UNSHARDED, AxisSharding, Layout
 
 
@@ -40,11 +41,11 @@ class DraftVocabulary(nnx.Module):
 
     Attributes:
         ids: Token ids, int32 [N], ascending.
-        head: The rows of the head for them, [N, H].
+        head: The rows of the head for them, [N, H], in few bits where the head is.
         backend: Where operations run.
     """
 
-    def __init__(self, ids: Int[Array, " N"], head: Float[Array, "N H"], backend: Backend):
+    def __init__(self, ids: Int[Array, " N"], head: Weight, backend: Backend):
         self.ids, self.head, self.backend = nnx.Param(ids), nnx.Param(head), backend
 
     def matrices(self) -> dict[str, int]:
@@ -53,7 +54,7 @@ class DraftVocabulary(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B H"]) -> Float[Array, "*B N"]:
         """Hidden states [..., H] after the final norm → float32 [..., N]."""
-        return project(self.backend, hidden, self.head[...], dtype=jnp.float32)
+        return logits(self.backend, hidden, self.head[...])
 
 
 class BlockConvolution(nnx.Module):
@@ -321,14 +322,19 @@ class Drafter(nnx.Module):
         if self.config.own_embedding:
             target = replace(target, embed=lambda tokens: look_up(self.embed[...], tokens, self.vocab))
         if self.config.own_head:
-            head = self.head[...]
-            target = replace(target, logits=lambda hidden: project(self.backend, hidden, head, dtype=jnp.float32))
+            head = self.head_weight
+            target = replace(target, logits=lambda hidden: logits(self.backend, hidden, head))
         return target
 
-    def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
+    @property
+    def head_weight(self) -> Weight:
+        """Its own head, [V, H] or [N, H]."""
+        return self.head[...]
+
+    def head_rows(self, ids: Int[Array, " N"]) -> Array | QuantizedWeight:
         """The own head's rows of the tokens ``ids``, as `Decoder.head_rows`."""
         vocab = self.vocab if self.config.draft_vocab_size is None else UNSHARDED
-        return look_up(self.head[...], self._rows(ids)[None], vocab)[0]
+        return look_up(self.head_weight, self._rows(ids)[None], vocab)[0]
 
     def _rows(self, tokens: Int[Array, "*n"]) -> Int[Array, "*n"]:
         """The rows of the tokens in the own head, and among the selector's successors."""

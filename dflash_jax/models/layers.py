@@ -7,7 +7,7 @@ divided over devices without permutation.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ def parameter(
     return nnx.Param(draw(rngs.params()).astype(dtype))
 
 
-def look_up(table: Float[Array, "V H"], tokens: Int[Array, "B T"], vocab: AxisSharding) -> Float[Array, "B T H"]:
-    """Embeddings of tokens.
+def look_up(table: Weight, tokens: Int[Array, "B T"], vocab: AxisSharding) -> Any:
+    """Rows of a table, such as embeddings, of tokens.
 
     Args:
         table: This device's rows of the table, [V, H].
@@ -58,10 +58,16 @@ def look_up(table: Float[Array, "V H"], tokens: Int[Array, "B T"], vocab: AxisSh
         vocab: How the table is divided.
 
     Returns:
-        [B, T, H].
+        [B, T, H]: an array; or, of a table in few bits, a `QuantizedWeight`.
     """
     local, is_local = vocab.local(tokens, table.shape[0])
-    return vocab.sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
+
+    def of_all(rows: Array) -> Array:
+        # Bytes in place of float8, whose sums not all platforms have: those of the other devices are zeros.
+        added = rows.view(jnp.uint8) if rows.dtype.itemsize == 1 else rows
+        return vocab.sum(jnp.where(is_local[..., None], added, 0)).view(rows.dtype)
+
+    return jax.tree.map(of_all, table[jnp.where(is_local, local, 0)])
 
 
 def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: DTypeLike, scale: float = 0.02) -> nnx.Param:

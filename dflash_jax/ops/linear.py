@@ -27,6 +27,9 @@ from dflash_jax.ops.backend import Backend, Implementation, choose, supports_eve
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.weights import LANES, PackedWeight, QuantizedWeight, Weight
 
+# Bytes of the unpacked copy that XLA makes of a part of a head in few bits: such a copy stays in the cache of a card.
+UNPACKED_BYTES = 2**26
+
 
 def rms_norm(x: Float[Array, "*batch H"], weight: Float[Array, " H"], eps: float, offset: float = 0.0) -> Array:
     """RMSNorm (arXiv 1910.07467): ``(offset + weight) · x / sqrt(mean(x²) + eps)`` over the last axis.
@@ -161,7 +164,7 @@ def project(
     """Linear map by one weight, without a norm.
 
     It has no list of implementations: packed weights go through the C++ kernel, all others through XLA. `reference`
-    consists of it, and the logits call it directly, so that ``dflash ops`` does not list them.
+    consists of it, and `logits` calls it for arrays, so that ``dflash ops`` does not list those.
 
     Args:
         backend: Where it runs.
@@ -180,7 +183,7 @@ def project(
     if isinstance(matrix, PackedWeight):
         y = cpp.linear(x2, [matrix])[0].astype(dtype or x.dtype)
     elif isinstance(matrix, QuantizedWeight):
-        y = matrix.matmul(x2).astype(dtype or x.dtype)
+        y = matrix.matmul(x2, dtype)
     else:
         y = product(backend, x2, matrix, dtype)
     return y.reshape(*x.shape[: x.ndim - contracted], *out)
@@ -412,3 +415,35 @@ def linear(
     options |= {"biases": biases, "gelu": gelu, "residual": residual, "live": live}
     implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
     return implementation.call(backend, x, weights, contracted, **options)
+
+
+def logits(backend: Backend, x: Float[Array, "... H"], head: Weight) -> Float[Array, "... V"]:
+    """Logits of hidden states: `project` by an array, `linear` by a head in few bits.
+
+    Of a head in few bits XLA unpacks `UNPACKED_BYTES` at a time, not all of it, which may take gigabytes.
+
+    Args:
+        backend: Where it runs.
+        x: Hidden states after the final norm, [..., H].
+        head: [V, H].
+
+    Returns:
+        float32 [..., V].
+    """
+    if not isinstance(head, QuantizedWeight):
+        return project(backend, x, head, dtype=jnp.float32)
+    chosen = choose("linear", IMPLEMENTATIONS, backend, x, (head,), dtype=jnp.float32)
+    outputs, inputs = head.shape
+    parts = -(-outputs * inputs * x.dtype.itemsize // UNPACKED_BYTES)
+    if chosen.call is not reference or parts == 1:
+        return chosen.call(backend, x, (head,), dtype=jnp.float32)[0]
+    x2, size = x.reshape(-1, inputs), -(-outputs // parts)
+
+    def add(i: Int[Array, ""], y: Array) -> Array:
+        # The last part may begin within the one before it.
+        start = jnp.minimum(i * size, outputs - size)
+        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), head)
+        return jax.lax.dynamic_update_slice(y, project(backend, x2, part, dtype=jnp.float32), (0, start))
+
+    y: Array = jax.lax.fori_loop(0, parts, add, jnp.zeros((len(x2), outputs), jnp.float32))
+    return y.reshape(*x.shape[:-1], outputs)

@@ -130,22 +130,22 @@ class QuantizedWeight:
         """The weight as an array in ``dtype``: elementwise, so that it fuses into its consumer."""
         return (self.numbers(jnp.float32) * self.scales()[..., None]).astype(dtype).reshape(self.shape)
 
-    def matmul(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """The product of x and the transpose of this matrix [O, I].
+    def matmul(self, x: Float[Array, "T I"], dtype: DTypeLike | None = None) -> Float[Array, "T O"]:
+        """The product of x and the transpose of this matrix [O, I], in ``dtype``; None: x's.
 
         With one run, or with long ones and up to `FEW_TOKENS` tokens, the products of the runs are scaled, not the
         weight.
         """
         runs = self.scale.shape[-1]
         if runs > 1 and (x.shape[0] > FEW_TOKENS or self.run < FEW_TOKENS):
-            return jnp.einsum("ti,oi->to", x, self.dense(x.dtype))
+            return jnp.einsum("ti,oi->to", x, self.dense(x.dtype), preferred_element_type=dtype)
         parts = jnp.einsum(
             "tni,oni->nto",
             x.reshape(x.shape[0], runs, -1),
             self.numbers(x.dtype),
             preferred_element_type=jnp.float32,
         )
-        return jnp.einsum("nto,on->to", parts, self.scales()).astype(x.dtype)
+        return jnp.einsum("nto,on->to", parts, self.scales()).astype(dtype or x.dtype)
 
 
 def _map(function: Callable[[Array], Array], weight: W) -> W:
@@ -287,13 +287,13 @@ class PackedWeight:
         """How many axes the weight has."""
         return len(self.shape)
 
-    def __getitem__(self, index: Any) -> "PackedWeight | Array":
-        """This weight for ``...``; rows of a weight [O, I] for an integer array of valid indices."""
+    def __getitem__(self, index: Any) -> "Weight":
+        """This weight for ``...``; rows of a weight [O, I], as `unpacked` has them, for an array of valid indices."""
         if isinstance(index, EllipsisType):
             return self
         if self.ndim != 2 or self.index is not None:
             raise IndexError(f"rows of a weight of shape {self.shape}: it must have two axes, and be of no stack")
-        return dense(self._rows(self.panels[index // LANES, :, index % LANES], self.shape[1]), jnp.float32)
+        return self._rows(self.panels[index // LANES, :, index % LANES], self.shape[1])
 
     def reshape(self, outputs: int, inputs: int) -> "PackedWeight":
         """The weight as a matrix [outputs, inputs]; ``outputs`` follows from ``inputs`` and may be -1."""

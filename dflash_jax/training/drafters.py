@@ -22,6 +22,7 @@ from dflash_jax.models.families.draft_layouts import as_published
 from dflash_jax.models.layers import Attention
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.ops.weights import dense, is_weight
 from dflash_jax.options.train import FIELDS, TrainConfig
 from dflash_jax.parallel.sharding import parameter_paths
 
@@ -242,7 +243,7 @@ def starting_drafter(config: TrainConfig, raw: dict, target: Decoder, directory:
     if config.draft is not None:
         is_own = config.draft == "mtp"
         source = directory if is_own else resolve(config.draft, config.draft_revision, config.download_dir)
-        given = load_drafter(source, final_norm=target.norm.weight[...])
+        given = load_drafter(source, quantize="none", final_norm=target.norm.weight[...])
         if isinstance(given, Mtp):
             check_copies(source, directory)
             return given
@@ -273,14 +274,15 @@ def fresh_head(config: TrainConfig, draft: DraftConfig | MtpConfig, target: Deco
     head = Mtp(draft, rngs=nnx.Rngs(config.seed))
     (spec,) = draft.layers
     alike = [i for i, layer in enumerate(target.config.layers) if layer == spec]
-    arrays = dict(zip(parameter_paths(target), jax.tree.leaves(target), strict=True))
+    weights = parameter_paths(target, is_weight), jax.tree.leaves(target, is_leaf=is_weight)
+    arrays = dict(zip(*weights, strict=True))
     sources = {"final_norm.weight": "norm.weight", "norm.weight": "norm.weight"}
     leaves, structure = jax.tree.flatten(head)
     paths = parameter_paths(head)
     if alike:
         sources |= {p: p.replace("layers.0.", f"layers.{alike[-1]}.", 1) for p in paths if p.startswith("layers.0.")}
     started = [
-        jnp.asarray(arrays[sources[path]], leaf.dtype) if sources.get(path) in arrays else leaf
+        dense(arrays[sources[path]], leaf.dtype) if sources.get(path) in arrays else leaf
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, started)
@@ -302,7 +304,7 @@ def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> Non
         raise InputError(f"start_layers {list(layers)}: give {count}, each 0 to {depth - 1}")
 
     def copy(to, of, offset: float = 0.0):
-        to[...] = jnp.asarray(of[...], to[...].dtype) + offset
+        to[...] = dense(of[...], to[...].dtype) + offset
 
     offset = target.config.norm_offset
     for layer, i in zip(drafter.layers, layers, strict=True):
@@ -326,7 +328,7 @@ def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> Non
                 copy(norm, getattr(source.mixer, name).weight, offset)
                 continue
             # A target without these norms: the norm's weight is about the size of its queries and keys.
-            rows = jnp.asarray(matrix[...], jnp.float32) * (layer.input_norm.weight[...])
+            rows = dense(matrix[...], jnp.float32) * (layer.input_norm.weight[...])
             norm[...] = jnp.full(norm.shape, jnp.sqrt(jnp.mean(jnp.sum(rows**2, -1))), norm[...].dtype)
     copy(drafter.norm.weight, target.norm.weight, offset)
 

@@ -17,6 +17,7 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.selector import Candidates
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.linear import project
+from dflash_jax.ops.weights import QuantizedWeight, dense
 
 # The logit of a masked column. It is finite, so that its products with zeros are no NaN.
 NEVER = -1e30
@@ -154,16 +155,16 @@ class Head:
 
     Attributes:
         backend: Where its products run.
-        matrix: Output matrix [V, H].
+        matrix: Output matrix [V, H], an array or in few bits.
         ids: Ids of the frequent tokens, int [N], ascending; None: all.
         rows: ``matrix[ids]`` [N, H].
         scaled: Maps the logits of a drafter to those that it drafts with; None: they are these.
     """
 
     backend: Backend
-    matrix: jax.Array
+    matrix: jax.Array | QuantizedWeight
     ids: jax.Array | None = None
-    rows: jax.Array | None = None
+    rows: jax.Array | QuantizedWeight | None = None
     scaled: Callable[[jax.Array], jax.Array] | None = None
 
     @classmethod
@@ -194,7 +195,8 @@ class Head:
             return logits, labels
         column = jnp.minimum(jnp.searchsorted(self.ids, labels), len(self.ids) - 1)
         is_frequent = self.ids[column] == labels
-        label_logit = jnp.einsum("...h,...h->...", hidden, self.matrix[labels], preferred_element_type=jnp.float32)
+        of_labels = dense(self.matrix[labels], hidden.dtype)
+        label_logit = jnp.einsum("...h,...h->...", hidden, of_labels, preferred_element_type=jnp.float32)
         last = jnp.where(is_frequent, NEVER, scaled(label_logit))[..., None]
         return jnp.concatenate([logits, last], axis=-1), jnp.where(is_frequent, column, len(self.ids))
 

@@ -238,8 +238,7 @@ class Trainer:
         """The target's embedding and head, over whole arrays."""
         target = jax.tree.unflatten(self._structure, leaves)
         table = target.embed[...]
-        head = table if target.config.tied_embeddings else target.head[...]
-        return lambda tokens: table[tokens], Head.over(target.backend, head, self.vocabulary)
+        return lambda tokens: table[tokens], Head.over(target.backend, target.head_weight, self.vocabulary)
 
     def sums(self, drafter: Drafter | Mtp, leaves, batch: Batch, key) -> Sums:
         """Sums of one batch, differentiable in the drafter."""

@@ -16,7 +16,7 @@ from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
 from dflash_jax.checkpoint.load import load_target, open_any, open_target, read_kv_scales
-from dflash_jax.checkpoint.parameters import QUANTIZED
+from dflash_jax.checkpoint.parameters import FEW_BITS, QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models import families
@@ -69,7 +69,7 @@ def save_in(form: str, path, is_fused: bool = False, raw: dict = TARGET) -> dict
     tensors, expected = {}, {}
     for entry in families.target_family(raw).weight_names(target.config, () if is_fused else PER_EXPERT):
         parts = dict(zip((t.name for t in entry.tensors), entry.write(leaves[entry.path]), strict=True))
-        is_large = entry.path.rsplit(".", 1)[-1] in QUANTIZED or (form == "mixed" and entry.path == "head")
+        is_large = entry.path.rsplit(".", 1)[-1] in (FEW_BITS if form in few_bits.WITH_HEAD else QUANTIZED)
         for name, part in parts.items():
             few = few_bits.stored(form, name, part, rng) if is_large else None
             more, parts[name] = few or ({name: part}, part)
@@ -288,18 +288,17 @@ def test_parameters_may_be_rows_of_one_tensor(form):
 
 
 def test_what_is_not_in_few_bits_is_read_as_it_is(sources):
-    """Of a mixed checkpoint: the head is multiplied out, and gates, router and norms are what they are."""
-    path, expected = sources["mixed"]
+    """Of a mixed checkpoint: gates, router and norms."""
+    path, _ = sources["mixed"]
     target = load_target(path)
     kept = {
         p
         for p, w in zip(parameter_paths(target, is_weight), jax.tree.leaves(target, is_leaf=is_weight), strict=True)
         if isinstance(w, QuantizedWeight)
     }
-    assert {p.rsplit(".", 1)[-1] for p in kept} == set(QUANTIZED)
+    assert {p.rsplit(".", 1)[-1] for p in kept} == set(FEW_BITS)
     assert target.layers[0].mixer.qkvz[...].values.dtype == few_bits.FLOAT8
-    assert target.layers[0].ffn.gate_up[...].code == "e2m1"
-    np.testing.assert_array_equal(target.head[...], expected["head"])
+    assert target.layers[0].ffn.gate_up[...].code == target.head[...].code == "e2m1"
 
 
 def test_drafting_changes_no_token_of_a_target_in_few_bits(tmp_path):
@@ -335,8 +334,8 @@ def test_a_plan_without_tensors_follows_the_config(sources, tmp_path):
     for form, (path, _) in sources.items():
         (tmp_path / "config.json").write_text((path / "config.json").read_text())
         of_config, of_files = (read_shapes(str(p), None).forms for p in (tmp_path, path))
-        large = {p: f.values for p, f in of_config.parameters if p.rsplit(".", 1)[-1] in QUANTIZED}
-        known = {p: f.values for p, f in of_files.parameters if p.rsplit(".", 1)[-1] in QUANTIZED}
+        large = {p: f.values for p, f in of_config.parameters if p.rsplit(".", 1)[-1] in FEW_BITS}
+        known = {p: f.values for p, f in of_files.parameters if p.rsplit(".", 1)[-1] in FEW_BITS}
         assert known.items() <= large.items(), form
 
 
@@ -678,12 +677,13 @@ def test_keys_of_other_writers_and_hints_are_read(form, config, copied):
 
 
 @pytest.mark.parametrize(
-    ("form", "config"), [("awq", AWQ | {"zero_point": False}), ("int4 asymmetric", integers(symmetric=True))]
+    ("form", "config", "name"),
+    [("awq", AWQ | {"zero_point": False}, "down_proj."), ("int4 asymmetric", integers(symmetric=True), "lm_head.")],
 )
-def test_symmetric_weights_with_zero_points_are_refused(form, config, copied):
+def test_symmetric_weights_with_zero_points_are_refused(form, config, name, copied):
     path = copied(form)
     change_config(path, quantization_config=config)
-    refused(path, "down_proj.", "must be the middle of the codes")
+    refused(path, name, "must be the middle of the codes")
 
 
 def test_the_version_of_gptq_changes_asymmetric_weights(tmp_path):
@@ -712,7 +712,7 @@ def test_contradictory_and_hostile_configs_are_refused_by_name(form, config, par
         ({"ignore": ["re:.*linear_attn.*", "re:model.visual.*", "mtp"]}, False),
         ({"ignore": []}, True),
         # Another spelling of the prefix.
-        ({"config_groups": {"g": GROUP | {"targets": ["re:^model.language_model.layers.*"]}}}, True),
+        ({"config_groups": {"g": GROUP | {"targets": ["re:^model.language_model.layers.*", "lm_head"]}}}, True),
     ],
 )
 def test_targets_and_ignored_modules_are_names_classes_and_expressions(changes, is_read, copied):

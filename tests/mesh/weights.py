@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -17,7 +18,7 @@ from dflash_jax.checkpoint import orbax, parameters
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.load import load_drafter, load_target, open_any
-from dflash_jax.checkpoint.parameters import QUANTIZED, spread
+from dflash_jax.checkpoint.parameters import FEW_BITS, QUANTIZED, spread
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
 from dflash_jax.models.decoder import abstract_decoder
@@ -89,7 +90,7 @@ KINDS = ("target", "head", "drafter")
 
 def modules() -> dict:
     """Kind → (random module, its entries)."""
-    config, draft = families.read_target(TARGET), families.read_drafter(DRAFT)
+    config, draft = families.read_target(TARGET), replace(families.read_drafter(DRAFT), own_head=True)
     target, head, drafter = random_decoder(config, 1), random_head(config, 2), random_drafter(draft, 3)
     return {
         "target": (target, qwen3_5.weight_names(config, EXPERTS)),
@@ -99,8 +100,8 @@ def modules() -> dict:
 
 
 def is_in_few_bits(entry, form: str) -> bool:
-    """Whether a parameter of a checkpoint of ``form`` is in few bits: large matrices, and the head of a mixed one."""
-    return entry.path.rsplit(".", 1)[-1] in QUANTIZED or (form == "mixed" and entry.path == "head")
+    """Whether a parameter of a checkpoint of ``form`` is in few bits: large matrices, and the head of some."""
+    return entry.path.rsplit(".", 1)[-1] in (FEW_BITS if form in few_bits.WITH_HEAD else QUANTIZED)
 
 
 def in_blocks(weight: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter, save_module
-from dflash_jax.checkpoint.parameters import QUANTIZED
+from dflash_jax.checkpoint.parameters import FEW_BITS
 from dflash_jax.engine.model_size import weigh
 from dflash_jax.frontend import loading
 from dflash_jax.frontend.llm_config import TINY
@@ -120,7 +120,7 @@ def test_panels_stand_for_a_weight_in_few_bits(
         assert found.dtype == right.dtype
         np.testing.assert_array_equal(found, right)
     np.testing.assert_allclose(np.asarray(whole).reshape(matrix.shape), matrix, rtol=1e-6)
-    np.testing.assert_allclose(rows_of_some, matrix[some], rtol=1e-6)
+    np.testing.assert_array_equal(few_bits.of(rows_of_some), matrix[some])
     # Roundings of sums of float32, a zero point's numbers included.
     size = np.abs(x) @ np.abs(matrix).T
     assert (np.abs(product - x @ matrix.T) <= 1e-6 * size + 1e-30).all()
@@ -216,10 +216,10 @@ def test_a_drafter_from_memory_is_arranged_too():
 
 
 def in_few_bits(module, form: str):
-    """``module`` with its large matrices in few bits."""
+    """``module`` with its large matrices and its head in few bits."""
 
     def quantized(path: str, x):
-        if path.rsplit(".", 1)[-1] not in QUANTIZED:
+        if path.rsplit(".", 1)[-1] not in FEW_BITS:
             return x
         if form in ("int8", "fp8"):
             return quantize(x, form)
