@@ -1,9 +1,15 @@
 """Random weights in few bits as checkpoints have them, and what they stand for by the formulas of the formats alone."""
 
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from dflash_jax.ops.weights import CODES, QuantizedWeight
 
@@ -57,6 +63,20 @@ def fp8(name: str, weight: np.ndarray, rng, kind: str) -> tuple[dict[str, np.nda
     spread = scale.astype(np.float32).repeat(sizes[0], -2)[..., :rows, :].repeat(sizes[1], -1)[..., :columns]
     on_disk = {"modelopt": tuple(lead), "tensor": (*lead, 1)}.get(kind, scale.shape)
     return {name: values, f"{name}_scale": scale.reshape(on_disk)}, of_e4m3(values) * spread
+
+
+def in_fp8(directory: Path, path: Path, is_chosen: Callable[[str], bool]) -> Path:
+    """A copy of a checkpoint with the matrices that ``is_chosen`` says in FP8, one scale an output."""
+    directory = shutil.copytree(directory, path)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if is_chosen(name)]:
+        weight = tensors[name].astype(np.float32)
+        scale = (np.abs(weight).max(-1, keepdims=True) / 448).astype(ml_dtypes.bfloat16)
+        tensors |= {name: (weight / scale.astype(np.float32)).astype(FLOAT8), f"{name}_scale": scale}
+    save_file(tensors, directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text()) | {"quantization_config": config("fp8 channel")}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
 
 
 def nvfp4(name: str, weight: np.ndarray, rng, kind: str) -> tuple[dict[str, np.ndarray], np.ndarray]:

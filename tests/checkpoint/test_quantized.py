@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint import orbax, quantization, quantized, words
@@ -301,18 +301,29 @@ def test_what_is_not_in_few_bits_is_read_as_it_is(sources):
     assert target.layers[0].ffn.gate_up[...].code == target.head[...].code == "e2m1"
 
 
-def test_drafting_changes_no_token_of_a_target_in_few_bits(tmp_path):
-    """The bundled target with its matrices in NVFP4 and FP8, drafted and plain."""
-    directory, rng = shutil.copytree(TINY / "target", tmp_path / "target"), np.random.default_rng(0)
-    tensors, few = load_file(directory / "model.safetensors"), {}
-    for name in [n for n in tensors if n.startswith("model.layers.") and n.endswith("_proj.weight")]:
-        few |= few_bits.fp8(name, tensors.pop(name).astype(np.float32), rng, "channel")[0]
-    save_file(tensors | few, directory / "model.safetensors")
-    change_config(directory, quantization_config=few_bits.config("fp8 channel"))
-    llm = LLM(directory, TINY / "draft", quantize="compressed-tensors")
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    (plain,), (drafted,) = (llm.generate(["def f("], params, block_size=n) for n in (1, 8))
-    assert drafted.token_ids == plain.token_ids
+@pytest.mark.parametrize("draft", [TINY / "draft", "mtp"], ids=["dflash", "mtp"])
+def test_drafting_changes_no_token_of_a_target_in_few_bits(draft, tmp_path):
+    """The bundled target with its matrices and its head in FP8: drafted from all tokens or some, and plain."""
+    (tmp_path / "ids.json").write_text(json.dumps(list(range(0, 512, 2))))
+    directory = few_bits.in_fp8(
+        TINY / "target", tmp_path / "target", lambda n: n.endswith("_proj.weight") or n == "lm_head.weight"
+    )
+    params, texts = SamplingParams(max_tokens=24, ignore_eos=True), []
+    for draft_tokens in (None, tmp_path / "ids.json"):
+        llm = LLM(directory, draft, quantize="compressed-tensors", draft_tokens=draft_tokens)
+        assert is_in_few_bits(llm.target.head)
+        assert draft_tokens is None or is_in_few_bits(llm.drafter.vocabulary.head)
+        for size in (1, 4):
+            (completion,) = llm.generate(["def f("], params, block_size=size)
+            texts.append(completion.token_ids)
+            assert size == 1 or max(completion.acceptance_lengths) > 1
+    assert texts == texts[:1] * 4
+
+
+def is_in_few_bits(parameter) -> bool:
+    """Whether a parameter is in few bits, in panels of a CPU too."""
+    weight = parameter[...]
+    return isinstance(weight, QuantizedWeight) or getattr(weight, "form", None) is not None
 
 
 def test_the_name_of_a_format_must_be_that_of_the_checkpoint():

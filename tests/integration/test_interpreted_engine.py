@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.checkpoint.parameters import QUANTIZED
+from dflash_jax.checkpoint.parameters import FEW_BITS
 from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.prefill import prefill_chunk
@@ -158,8 +158,8 @@ def test_reproducible_tokens_in_bfloat16(models, temperature):
 
 
 def in_float8(module):
-    """``module`` with its matrices in float8."""
+    """``module`` with its matrices and its head in float8."""
     leaves, structure = jax.tree.flatten(module)
     names = (path.rsplit(".", 1)[-1] for path in parameter_paths(module))
-    held = [quantize(x, "fp8") if n in QUANTIZED else x for n, x in zip(names, leaves, strict=True)]
+    held = [quantize(x, "fp8") if n in FEW_BITS else x for n, x in zip(names, leaves, strict=True)]
     return jax.tree.unflatten(structure, held)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, SamplingParams
@@ -17,6 +18,7 @@ from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.load import load_drafter, open_any
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.ops.weights import QuantizedWeight, dense, quantize
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from dflash_jax.planner import make_plan, read_shapes
@@ -25,7 +27,9 @@ from dflash_jax.training.losses import Head, Loss
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair
 from dflash_jax.training.step import Batch, Recipe, Trainer, batch_sums
+from tests import few_bits
 from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
+from tools.bundled_pair import without_selector
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
 PARAMS = [
@@ -154,19 +158,25 @@ def test_a_head_of_fewer_tokens_is_refused(tables, tmp_path):
         load_drafter(with_tables(tmp_path / "draft", **{HEAD: tables[HEAD][:300]}))
 
 
-def test_training_drafts_with_the_drafters_tables_and_is_taught_by_the_targets():
+@pytest.mark.parametrize("form", [None, "fp8", "int4"])
+@pytest.mark.parametrize("vocabulary", [None, range(0, 60, 2)], ids=["all", "some"])
+def test_training_drafts_with_the_drafters_tables_and_is_taught_by_the_targets(form, vocabulary):
+    """The target's head may be in few bits."""
     target = random_decoder(tiny_config("da"))
+    if form is not None:
+        target.head = nnx.Param(quantize(target.head[...], form))
     config = replace(tiny_draft_config(target.config, windows=(None,)), own_embedding=True, own_head=True)
     drafter, key = random_drafter(config, seed=1), jax.random.key(0)
     tokens = jax.random.randint(key, (2, 24), 0, target.config.vocab_size)
     rows = jnp.ones((2, 24), bool), jnp.zeros((2, 24), jnp.int32)
-    trainer = Trainer(target, config, Recipe(Loss("hybrid", chunk=4), 4, 8), optimiser(1e-3, 1))
+    some = None if vocabulary is None else np.asarray(vocabulary)
+    trainer = Trainer(target, config, Recipe(Loss("hybrid", chunk=4), 4, 8), optimiser(1e-3, 1), vocabulary=some)
 
     @jax.jit
     def both(drafter, leaves):
         hidden, features = trainer.features(leaves, tokens, rows[1])
         batch = Batch(tokens, *rows, features, hidden)
-        heads = [Head.over(target.backend, owner.head[...]) for owner in (target, drafter)]
+        heads = [Head.over(target.backend, dense(owner.head_weight), some) for owner in (target, drafter)]
         restated = [
             batch_sums(drafter, embed, head, batch, key, trainer.recipe, teacher).loss
             for embed in (target.embed_tokens, lambda ids: drafter.embed[...][ids])
@@ -210,9 +220,32 @@ def test_tables_beside_weights_in_fp8(kind, tables, own, whole, tmp_path):
     assert [ids for ids, _ in answers(LLM().with_drafter(llm.drafter))] == [ids for ids, _ in whole]
 
 
-def test_tables_in_fp8_are_multiplied_out(own, tmp_path):
-    for name in (HEAD, EMBEDDING):
-        scaled = in_fp8(own, tmp_path / name, lambda found, name=name: found == name)
-        drafter = load_drafter(scaled)
-        table = drafter.head if name == HEAD else drafter.embed
-        np.testing.assert_array_equal(table[...], TensorFiles(scaled).read(name).astype(np.float32))
+def test_of_tables_in_fp8_the_head_stays_so(own, tmp_path):
+    for name, kind in ((HEAD, None), (HEAD, "none"), (EMBEDDING, None)):
+        scaled = in_fp8(own, tmp_path / f"{name} {kind}", lambda found, name=name: found == name)
+        drafter = load_drafter(scaled, quantize=kind)
+        table = (drafter.head if name == HEAD else drafter.embed)[...]
+        assert isinstance(table, QuantizedWeight) == (name == HEAD and kind is None)
+        np.testing.assert_array_equal(dense(table), TensorFiles(scaled).read(name).astype(np.float32))
+
+
+@pytest.mark.parametrize("is_reduced", [False, True], ids=["whole", "reduced"])
+def test_a_head_in_few_bits_that_equals_the_targets_is_the_targets(is_reduced, tmp_path):
+    """In one form or another, from disk and from memory; and one that differs is the drafter's own."""
+    targets, ids = few_bits.in_fp8(TINY / "target", tmp_path / "target", lambda name: name == HEAD), np.arange(3, 99)
+    files = TensorFiles(targets)
+    head = {name: files.read(name) for name in (HEAD, f"{HEAD}_scale")}
+    multiplied = head[HEAD].astype(np.float32) * head[f"{HEAD}_scale"].astype(np.float32)
+    other = head | {HEAD: -head[HEAD]}
+    for kind, tensors in {"same": head, "multiplied": {HEAD: multiplied}, "other": other}.items():
+        path = without_selector(tmp_path / kind)
+        raw = json.loads((path / "config.json").read_text())
+        if is_reduced:
+            tensors = {name: array[ids] for name, array in tensors.items()} | {"d2t": ids - np.arange(len(ids))}
+            raw["dflash_config"]["draft_vocab_size"] = len(ids)
+        if kind != "multiplied":
+            raw["quantization_config"] = few_bits.config("fp8 channel")
+        (path / "config.json").write_text(json.dumps(raw))
+        save_file(load_file(path / "model.safetensors") | tensors, path / "model.safetensors")
+        for llm in (LLM(targets, path), LLM(targets).with_drafter(load_drafter(path))):
+            assert llm.drafter.config.own_head == (kind == "other"), kind
