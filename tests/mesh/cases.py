@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +25,7 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.slots import Slots
 from dflash_jax.frontend.compare import divergence
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.loading import draft_vocabulary
 from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
@@ -34,7 +36,9 @@ from dflash_jax.models.layers import Attention
 from dflash_jax.ops import attention, cache, cache_write
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import FP8, KVCache
+from dflash_jax.ops.weights import QuantizedWeight, is_weight, quantize
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
+from tests import few_bits
 from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
 from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
@@ -64,7 +68,8 @@ CASES = [
 
 def on(layout: Layout, module, abstract):
     """``module`` for another layout, the same weights."""
-    return jax.tree.unflatten(jax.tree.structure(abstract(module.config, layout=layout)), jax.tree.leaves(module))
+    leaves = jax.tree.leaves(module, is_leaf=is_weight)
+    return jax.tree.unflatten(jax.tree.structure(abstract(module.config, layout=layout)), leaves)
 
 
 def decode(programs: Executables, sampled: bool):
@@ -259,6 +264,7 @@ def check_no_whole_logits(layout: Layout, programs: Executables) -> None:
 
 PARAMETERS = {
     "embed": P(("tensor0", "tensor1", "tensor2")),
+    "head": P(("tensor0", "tensor1", "tensor2")),
     "layers.0.mixer.qkvz": P(("tensor0",)),
     "layers.0.mixer.out": P(None, ("tensor0",)),
     "layers.0.ffn.router": P(),
@@ -271,19 +277,20 @@ PARAMETERS = {
 
 
 def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_path):
-    """In eight bits: one scale of a row of `down` is on all devices. The drafter drafts from a list."""
+    """In eight bits, the head by its checkpoint: a scale of a row of `down` is on all devices. Drafts are of a list."""
     sampled = SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24)
+    target = few_bits.in_fp8(TINY / "target", tmp_path / "target", lambda name: name == "lm_head.weight")
     # One device without the drafter, which changes no text: fewer programs.
-    one = LLM(draft=None, quantize="int8")
+    one = LLM(target, None, quantize="int8")
     listed = list(range(0, 512, 2))
     (tmp_path / "ids.json").write_text(json.dumps(listed))
     options = {"decode_context_parallel_size": 4, "block_size": 8, "draft_tokens": tmp_path / "ids.json"}
-    eight = LLM(mesh="tensor=8", quantize="int8", **options)
-    rows, ids = jax.tree.leaves(eight.drafter.vocabulary)
-    assert lies(ids)
-    assert lies(rows)
-    np.testing.assert_array_equal(ids, listed)
-    np.testing.assert_array_equal(rows, np.asarray(one.target.head_rows(jnp.asarray(listed))))
+    eight = LLM(target, TINY / "draft", mesh="tensor=8", quantize="int8", **options)
+    vocabulary = eight.drafter.vocabulary
+    assert all(map(lies, jax.tree.leaves(vocabulary)))
+    np.testing.assert_array_equal(vocabulary.ids[...], listed)
+    rows = one.target.head_rows(jnp.asarray(listed))
+    jax.tree.map(np.testing.assert_array_equal, vocabulary.head[...], rows)
     leaves = dict(zip(parameter_paths(eight.target), jax.tree.leaves(eight.target), strict=True))
     for path, expected in PARAMETERS.items():
         parts = [path] if path in leaves else [f"{path}.values", f"{path}.scale"]
@@ -322,13 +329,21 @@ def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("reduced", [None, 10], ids=["whole", "reduced"])
-def test_a_list_of_tokens_has_the_rows_of_the_head_that_drafts(layout, reduced):
+@pytest.mark.parametrize("form", [None, "fp8", "nvfp4"])
+def test_a_list_of_tokens_has_the_rows_of_the_head_that_drafts(layout, reduced, form):
     """Of the target's head, which is divided, and of the drafter's own: all of the vocabulary, or some tokens of it."""
-    target = random_decoder(family_config("qwen3_5_moe"))
+
+    def with_head(module):
+        if form is not None:
+            module.head = nnx.Param(quantize(module.head[...], form))
+        return module
+
+    target = with_head(random_decoder(family_config("qwen3_5_moe")))
     of_head, ids = np.arange(1, VOCAB, 2)[:reduced], np.array([1, 2, 5, VOCAB - 1])
     config = replace(tiny_draft_config(target.config), vocab_size=VOCAB, draft_vocab_size=reduced)
     for own in (True, False):
         drafter = random_drafter(replace(config, own_head=own), seed=1)
+        drafter = with_head(drafter) if own else drafter
         if reduced:
             drafter.head_ids[...] = jnp.asarray(of_head, jnp.int32)
         cut, divided = on(layout, drafter, abstract_drafter), on(layout, target, abstract_decoder)
@@ -341,9 +356,9 @@ def test_a_list_of_tokens_has_the_rows_of_the_head_that_drafts(layout, reduced):
                 continue
             wanted = np.intersect1d(of_head if listed is None else ids, of_head if reduced else ids)
             assert expected.ids[...].tolist() == wanted.tolist()
-            assert lies(found.head[...])
-            for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_array_equal(mine, theirs)
+            assert all(map(lies, jax.tree.leaves(found)))
+            assert isinstance(found.head[...], QuantizedWeight) == (form is not None)
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.long

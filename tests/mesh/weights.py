@@ -17,9 +17,10 @@ from safetensors.numpy import save_file
 from dflash_jax.checkpoint import orbax, parameters
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import TensorFiles
-from dflash_jax.checkpoint.load import load_drafter, load_target, open_any
+from dflash_jax.checkpoint.load import DRAFT_TOKENS, load_drafter, load_target, open_any
 from dflash_jax.checkpoint.parameters import FEW_BITS, QUANTIZED, spread
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.loading import draft_vocabulary
 from dflash_jax.models import families
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.families import dflash, mtp, qwen3_5
@@ -363,6 +364,20 @@ def test_a_plan_has_the_bytes_that_are_loaded(sources, dtype, quantize):
         sizes = planned(target, draft, layout, quantize)["bytes_per_device"]
         assert sizes["target"] == device_bytes(load("target", target, dtype, layout, quantize)), layout
         assert sizes["drafter"] == device_bytes(load(kind, draft, dtype, layout, quantize)), layout
+
+
+@pytest.mark.parametrize("quantize", [None, "none"])
+@pytest.mark.parametrize("dtype", few_bits.WITH_HEAD)
+def test_a_plan_counts_the_rows_of_a_draft_vocabulary(sources, dtype, quantize, tmp_path):
+    """Of the target's head and of the drafter's own, in the form of either."""
+    target, _ = sources[dtype, "target"]
+    for layout, kind in product(FEW, ("head", "drafter")):
+        directory = shutil.copytree(sources[dtype, kind][0], tmp_path / f"{kind} {layout}")
+        (directory / DRAFT_TOKENS).write_text(json.dumps(list(range(1, 30))))
+        both = load("target", target, dtype, layout, quantize), load(kind, directory, dtype, layout, quantize)
+        both[1].vocabulary = draft_vocabulary(both[1], np.arange(1, 30), both[0], "bfloat16")
+        sizes = planned(target, directory, layout, quantize)["bytes_per_device"]
+        assert [sizes["target"], sizes["drafter"]] == list(map(device_bytes, both)), (kind, layout)
 
 
 REFUSED = [

@@ -1,4 +1,4 @@
-"""The product behind every linear map of arrays, and its gradients."""
+"""The product behind every linear map of arrays, and its gradients; logits of heads in few bits."""
 
 from functools import partial
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops.backend import XLA
+from dflash_jax.ops import linear
 from dflash_jax.ops.linear import product
+from tests import few_bits
 
 
 def arguments(dtype):
@@ -65,3 +67,31 @@ def test_of_two_dtypes_it_is_the_wider_one():
     y, dx, dw = with_gradients(partial(product, XLA), x, w.astype(jnp.float32), given.astype(jnp.float32))
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(y, x.astype(jnp.float32) @ w.astype(jnp.float32).T, rtol=1e-5, atol=1e-4)
+
+
+# Logits.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("form", "run"), [("e2m1", 16), ("int4", 64), ("int8", 32), ("fp8", 96)])
+def test_logits_of_a_head_in_few_bits_are_float32_and_unpack_a_part_at_a_time(form, run, dtype, monkeypatch):
+    """1,003 outputs in 11 parts, of which the last begins within the one before it; of few rows and of many."""
+    head = few_bits.weight(np.random.default_rng(0), (1003,), 192, run, form, has_factor=form == "e2m1")
+    size, whole = jnp.dtype(dtype).itemsize, few_bits.of(head)
+    for rows in (1, 70):
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 1, 192)), dtype)
+        results, temporaries = [], []
+        for limit in (whole.size * size, whole.size * size // 11 + 1):
+            monkeypatch.setattr(linear, "UNPACKED_BYTES", limit)
+            compiled = jax.jit(lambda x, head: linear.logits(XLA, x, head)).lower(x, head).compile()
+            results.append(compiled(x, head))
+            temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        right = np.asarray(x, np.float64) @ whole.T
+        # Half a unit of bfloat16's eight bits in each weight.
+        off = (2.0**-8 if dtype == jnp.bfloat16 else 1e-6) * (np.abs(np.asarray(x, np.float64)) @ np.abs(whole).T)
+        for found in results:
+            assert found.dtype == jnp.float32
+            assert (np.abs(found - right) <= off).all()
+            assert np.any(found != found.astype(jnp.bfloat16).astype(jnp.float32))
+        # XLA's CPU makes 16 bits of all float8.
+        assert form == "fp8" or temporaries[1] < max(whole.size * size / 2, 2 * right.size * 4), temporaries
