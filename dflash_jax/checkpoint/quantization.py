@@ -160,12 +160,14 @@ class Quantization:
         ignored: Modules that are not quantized.
         groups: Modules that are, and how.
         default: What a module is that neither names; None: not quantized.
+        has_head: Whether that is said of the head, too. It may be all the same: then its tensors tell.
         caches: What is said of keys and values, which stay in the model's dtype here; None: nothing.
     """
 
     def __init__(self, key: str, default: Claim | None = None, is_official: bool = False):
         self.key, self.default, self.is_official = key, default, is_official
         self.caches: str | None = None
+        self.has_head = False
         budget = Budget()
         self.ignored, self.groups = Names(budget), Names(budget)
 
@@ -248,6 +250,7 @@ def _read_modelopt(raw: dict) -> Quantization:
             found.groups.add("quantized_layers", [name], _of_algorithm(entry), is_wildcard=True)
     else:
         found = Quantization(excluded, default=_of_algorithm(raw))
+        found.has_head = True
     found.ignored.add(excluded, words(excluded, raw.get(excluded) or []), None, is_wildcard=True)
     return found
 
@@ -266,6 +269,7 @@ def _of_algorithm(raw: dict) -> Claim:
 def _read_compressed(raw: dict) -> Quantization:
     """compressed-tensors', whose ``ignore`` goes before the targets of its groups."""
     found = Quantization("config_groups")
+    found.has_head = True
     for key in ("transform_config", "sparsity_config"):
         value = raw.get(key)
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
@@ -419,6 +423,9 @@ def _read_packed(raw: dict, claim_of: Callable[[Mapping[str, Any]], Claim | None
         entry = section(f"extra_config[{shown(name)}]", value)
         name = f"re:.*(?:{name})" if _is_expression(name) else name
         found.groups.add("extra_config", [name], claim_of(ChainMap(entry, raw)))
+    found.has_head = flag("lm_head", _first(raw, "lm_head quant_lm_head", False))
+    if found.has_head:
+        found.groups.add("lm_head", ["lm_head"], claim)
     found.ignored.add("modules_to_not_convert", _parts_of_names(_names(raw, "modules_to_not_convert")), None)
     chosen = _names(raw, "modules_in_block_to_quantize")
     chosen = chosen or _names(raw, "block_name_to_quantize to_quant_block_names")

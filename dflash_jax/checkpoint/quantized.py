@@ -561,7 +561,8 @@ def claimed_form(entry: Entry, quantization: Quantization) -> Form | None:
     """The form of a parameter as the configuration alone tells it; None where it is not in few bits."""
     claims = {quantization.claim(t.name.removesuffix(".weight")) for t in entry.tensors if len(t.shape) > 1}
     claim = claims.pop() if len(claims) == 1 else None
-    if claim is None:
+    is_said = entry.path != "head" or quantization.has_head or claim is not quantization.default
+    if claim is None or not is_said:
         return None
     values = _values(claim.kind)
     if claim.kind == NVFP4:

@@ -33,6 +33,8 @@ from tests.checkpoint.test_hostile_config import changed
 from tests.helpers import random_decoder
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_hidden_layers": 2}
+# The words of GPTQ and AWQ have eight outputs.
+SIZES |= {"vocab_size": 104}
 TARGET = TARGET_JSON | SIZES | {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
 PER_EXPERT = ("model.layers.0.mlp.experts.0.",)
 Q = "model.layers.1.self_attn.q_proj"
@@ -87,7 +89,7 @@ def save_in(form: str, path, is_fused: bool = False, raw: dict = TARGET) -> dict
 def sources(tmp_path_factory):
     """Form → (directory, what each parameter stands for)."""
     path = tmp_path_factory.mktemp("few bits")
-    forms = (*CONVERTED, "int4 asymmetric", "gptq", "awq", "mxfp4")
+    forms = (*CONVERTED, "int4 asymmetric", "gptq", "gptq eight", "awq", "mxfp4")
     return {form: (path / form.replace(" ", "_"), save_in(form, path / form.replace(" ", "_"))) for form in forms}
 
 
@@ -301,6 +303,17 @@ def test_what_is_not_in_few_bits_is_read_as_it_is(sources):
     assert target.layers[0].ffn.gate_up[...].code == target.head[...].code == "e2m1"
 
 
+def test_gptqs_head_may_be_said_apart_from_the_layers(copied):
+    """GPTQModel's and AutoRound's keys for it, where a list names blocks of layers."""
+    path = copied("gptq eight")
+    for keys in ({"lm_head": True}, {"lm_head": None, "quant_lm_head": True}):
+        blocks = {"block_name_to_quantize": "model.layers"}
+        change_config(path, quantization_config=few_bits.config("gptq eight") | blocks | keys)
+        assert is_in_few_bits(load_target(path).head)
+    change_config(path, quantization_config=few_bits.config("gptq eight") | blocks | {"lm_head": False})
+    refused(path, "lm_head", "not quantized by dynamic and block_name_to_quantize")
+
+
 @pytest.mark.parametrize("draft", [TINY / "draft", "mtp"], ids=["dflash", "mtp"])
 def test_drafting_changes_no_token_of_a_target_in_few_bits(draft, tmp_path):
     """The bundled target with its matrices and its head in FP8: drafted from all tokens or some, and plain."""
@@ -348,6 +361,7 @@ def test_a_plan_without_tensors_follows_the_config(sources, tmp_path):
         large = {p: f.values for p, f in of_config.parameters if p.rsplit(".", 1)[-1] in FEW_BITS}
         known = {p: f.values for p, f in of_files.parameters if p.rsplit(".", 1)[-1] in FEW_BITS}
         assert known.items() <= large.items(), form
+        assert ("head" in large) == ("head" in known) == (form in few_bits.WITH_HEAD)
 
 
 def test_scales_that_are_not_used_are_named(sources, caplog):
