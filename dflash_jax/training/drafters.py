@@ -338,6 +338,8 @@ def export(drafter: Drafter | Mtp, raw: dict, directory: Path) -> None:
 
     Of an MTP head those are its tensors, the target's final norm and the target's config.
     """
+    # The config may be that of a checkpoint in few bits.
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     if isinstance(drafter, Drafter) and drafter.config.own_head:
         # Both tables were trained.
         raw = raw | {"tie_word_embeddings": False}

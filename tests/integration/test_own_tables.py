@@ -19,10 +19,11 @@ from dflash_jax.checkpoint.load import load_drafter, open_any
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.ops.weights import QuantizedWeight, dense, quantize
+from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from dflash_jax.planner import make_plan, read_shapes
-from dflash_jax.training.drafters import export
+from dflash_jax.training.drafters import export, raw_config, starting_drafter
 from dflash_jax.training.losses import Head, Loss
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair
@@ -249,3 +250,16 @@ def test_a_head_in_few_bits_that_equals_the_targets_is_the_targets(is_reduced, t
         save_file(load_file(path / "model.safetensors") | tensors, path / "model.safetensors")
         for llm in (LLM(targets, path), LLM(targets).with_drafter(load_drafter(path))):
             assert llm.drafter.config.own_head == (kind == "other"), kind
+
+
+def test_a_drafter_in_few_bits_is_trained_and_exported_whole(own, tmp_path):
+    scaled = few_bits.in_fp8(own, tmp_path / "fp8", lambda name: name.endswith("_proj.weight") or name == HEAD)
+    llm, config = LLM(None, None), TrainConfig(data=("x",), output="y", draft=str(scaled))
+    raw, whole = raw_config(config, llm), load_drafter(scaled, quantize="none")
+    # Its few bits were read.
+    assert jax.tree.structure(load_drafter(scaled)) != jax.tree.structure(whole)
+    drafter = starting_drafter(config, raw, llm.target, llm.directory)
+    assert_same(drafter, whole)
+    export(drafter, raw, tmp_path / "exported")
+    assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert_same(load_drafter(tmp_path / "exported", jnp.bfloat16), load_drafter(scaled, jnp.bfloat16, quantize="none"))

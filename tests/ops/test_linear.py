@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops.backend import XLA
 from dflash_jax.ops import linear
+from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.linear import product
 from tests import few_bits
 
