@@ -440,10 +440,9 @@ def logits(backend: Backend, x: Float[Array, "... H"], head: Weight) -> Float[Ar
     x2, size = x.reshape(-1, inputs), -(-outputs // parts)
 
     def add(i: Int[Array, ""], y: Array) -> Array:
-        # The last part may begin within the one before it.
-        start = jnp.minimum(i * size, outputs - size)
-        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), head)
-        return jax.lax.dynamic_update_slice(y, project(backend, x2, part, dtype=jnp.float32), (0, start))
+        # The last part begins within the one before it where it would reach past the end: both slices do.
+        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, i * size, size), head)
+        return jax.lax.dynamic_update_slice(y, project(backend, x2, part, dtype=jnp.float32), (0, i * size))
 
     y: Array = jax.lax.fori_loop(0, parts, add, jnp.zeros((len(x2), outputs), jnp.float32))
     return y.reshape(*x.shape[:-1], outputs)

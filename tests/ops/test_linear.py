@@ -1,5 +1,6 @@
 """The product behind every linear map of arrays, and its gradients; logits of heads in few bits."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops import linear
-from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.linear import product
 from tests import few_bits
 
@@ -95,3 +97,25 @@ def test_logits_of_a_head_in_few_bits_are_float32_and_unpack_a_part_at_a_time(fo
             assert np.any(found != found.astype(jnp.bfloat16).astype(jnp.float32))
         # XLA's CPU makes 16 bits of all float8.
         assert form == "fp8" or temporaries[1] < max(whole.size * size / 2, 2 * right.size * 4), temporaries
+
+
+@pytest.mark.parametrize(("form", "run", "rows"), [("e2m1", 16, 1), ("int4", 64, 32), ("fp8", 192, 16)])
+def test_a_cards_kernels_take_the_rows_that_they_may(form, run, rows):
+    """Up to 32 of a head in four bits and 16 of one in eight; an array's and more rows are XLA's."""
+    pytest.importorskip("triton.runtime.interpreter")
+    from tools.triton_interpreter import interpreting
+
+    seen, rng = [], np.random.default_rng(0)
+    backend = replace(Backend.for_card(HOPPER), on_choice=seen.append)
+    head = few_bits.weight(rng, (75,), 192, run, form, has_factor=form == "e2m1")
+    x = jnp.asarray(rng.standard_normal((rows, 192)), jnp.bfloat16)
+    with interpreting() as ran:
+        found = linear.logits(backend, x, head)
+    assert len(ran) == 1
+    assert found.dtype == jnp.float32
+    right = np.asarray(x, np.float64) @ few_bits.of(head).T
+    off = 2.0**-8 * (np.abs(np.asarray(x, np.float64)) @ np.abs(few_bits.of(head)).T)
+    assert (np.abs(found - right) <= off).all()
+    jax.eval_shape(partial(linear.logits, backend), jnp.zeros((33 if form != "fp8" else 17, 192), x.dtype), head)
+    jax.eval_shape(partial(linear.logits, backend), x, jnp.zeros((75, 192), x.dtype))
+    assert [(choice.op, choice.implementation) for choice in seen] == [("linear", "triton"), ("linear", "reference")]
