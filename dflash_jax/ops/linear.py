@@ -439,10 +439,13 @@ def logits(backend: Backend, x: Float[Array, "... H"], head: Weight) -> Float[Ar
         return chosen.call(backend, x, (head,), dtype=jnp.float32)[0]
     x2, size = x.reshape(-1, inputs), -(-outputs // parts)
 
-    def add(i: Int[Array, ""], y: Array) -> Array:
+    def add(i: Array, y: Array) -> Array:
+        def rows(array: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(array, i * size, size)
+
         # The last part begins within the one before it where it would reach past the end: both slices do.
-        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, i * size, size), head)
+        part: QuantizedWeight = jax.tree.map(rows, head)
         return jax.lax.dynamic_update_slice(y, project(backend, x2, part, dtype=jnp.float32), (0, i * size))
 
-    y: Array = jax.lax.fori_loop(0, parts, add, jnp.zeros((len(x2), outputs), jnp.float32))
+    y: Any = jax.lax.fori_loop(0, parts, add, jnp.zeros((len(x2), outputs), jnp.float32))
     return y.reshape(*x.shape[:-1], outputs)

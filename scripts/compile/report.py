@@ -34,23 +34,20 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.engine.config import largest_prefill
     from dflash_jax.engine.executables import GPU_OPTIONS, Executables
     from dflash_jax.engine.memory import pages_of_slots
-    from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.ops.cache import KVCache
     from dflash_jax.sampling_params import MAX_LOGPROBS
 
     # Executables for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
     backend = backend_of(devices[0], args.kernels)
+    if args.draft_tokens:
+        shapes = replace(shapes, draft_tokens=args.draft_tokens)
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
     mesh = layout.mesh(devices)
     options = {} if ":" in args.device else GPU_OPTIONS
     window = 1
     if drafter is not None:
         window = args.block_size or shapes.draft.block_size
-        if args.draft_tokens:
-            shape = (args.draft_tokens, shapes.target.hidden_size)
-            ids, head = jax.ShapeDtypeStruct(shape[:1], jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-            drafter.vocabulary = DraftVocabulary(ids, head, backend)  # pyright: ignore[reportArgumentType]
     with_drafter, without = Executables(target, drafter, mesh), Executables(target, None, mesh)
     layers = len(shapes.target.layers)
 

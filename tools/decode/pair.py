@@ -14,7 +14,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafter, DraftVocabulary
+from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.weights import is_weight
@@ -219,16 +219,12 @@ def open_pair(args, points: list[Point]) -> Pair:
     layout = layout_of(args)
     shapes, quantize, note = _fitting(args, points)
     dtype, backend = jnp.dtype(args.dtype or "bfloat16"), Backend.detect(args.kernels)
+    if args.draft_tokens:
+        shapes = replace(shapes, draft_tokens=args.draft_tokens)
     target, drafter = abstract_pair(shapes, layout, dtype, quantize, backend)
     mesh = layout.mesh()
     target, drafter = random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6)
     if args.draft_tokens:
-        drafter.vocabulary = shortlist(args.draft_tokens, target, backend)
+        # The first tokens.
+        drafter.vocabulary.ids[...] = jnp.arange(args.draft_tokens, dtype=jnp.int32)
     return Pair(find_config(args.config).stem, target, drafter, note)
-
-
-def shortlist(count: int, target: Decoder, backend: Backend) -> DraftVocabulary:
-    """The first ``count`` tokens as those that are drafted, with random rows of the head."""
-    shape = jax.ShapeDtypeStruct((count, target.config.hidden_size), target.dtype)
-    head = random_leaf("head", shape, jax.sharding.SingleDeviceSharding(jax.devices()[0]), 0)
-    return DraftVocabulary(jnp.arange(count, dtype=jnp.int32), head, backend)
