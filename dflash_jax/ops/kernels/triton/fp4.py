@@ -29,8 +29,12 @@ from dflash_jax.ops.kernels.triton.tiles import Parts, divisor, next_power_of_tw
 from dflash_jax.ops.weights import GROUPS, QuantizedWeight, activations_in_nvfp4
 
 RUN = GROUPS["nvfp4"]
-# Outputs of a program, inputs of a step, warps, and stages; and the most tokens of a block.
-OUTPUTS, INPUTS, WARPS, STAGES, MAX_ROWS = 128, 256, 4, 4, 128
+# Outputs of a program, inputs of a step, and stages.
+OUTPUTS, INPUTS, STAGES = 128, 256, 4
+# The most tokens of a block, and on cards whose sums are in registers; with more than the last one there are 8 warps.
+MAX_ROWS, FEW_ROWS = (128, 64), 32
+# The most choices of an expert on average that a block of so many tokens is for.
+ROWS = (2, 16), (16, 32), (64, 64)
 # The programs that a map of few outputs is given by splitting its inputs.
 PROGRAMS = 128
 
@@ -151,9 +155,9 @@ class _Plan:
     def of(cls, card: Card, weights: Array, chosen: Array, tokens: int, experts: int, has_shared: bool) -> "_Plan":
         """The plan of choices [N, TOP] of so many experts, and of a shared expert of all tokens."""
         choices, top = chosen.size, chosen.shape[1]
-        # About the mean number of an expert's tokens, or of all where there is only the shared expert.
-        mean = -(-choices // experts) if choices else tokens
-        rows = min(MAX_ROWS, max(16, next_power_of_two(mean)))
+        # For all tokens where there is only the shared expert, else for more than the mean of an expert's.
+        rows = next((rows for most, rows in ROWS if choices <= most * experts), MAX_ROWS[0])
+        rows = min(MAX_ROWS[not card.reads_shared], rows if choices else max(16, next_power_of_two(tokens)))
         is_sorted = choices > 0 and tokens > rows
         no_plan = [jnp.zeros(1, jnp.int32)] * 3
         plan = [chosen, weights, *(aligned(card, weights, chosen, experts, rows) if is_sorted else no_plan)]
@@ -200,7 +204,7 @@ class _Plan:
             self.card, kernel,
             [*Parts.of(x, self.card)[:3], *weight[:3], *shared[:3], *self.arrays],
             [jax.ShapeDtypeStruct((*splits, self.sizes["C"] + tokens, outputs), dtype)],
-            (self.blocks, -(-outputs // OUTPUTS), *splits), num_warps=WARPS,
+            (self.blocks, -(-outputs // OUTPUTS), *splits), num_warps=4 if self.sizes["M"] <= FEW_ROWS else 8,
             num_stages=stages_within(STAGES, bytes_of_step, self.card), BN=OUTPUTS, BK=step, **self.sizes,
             **meta,
         )  # fmt: skip
