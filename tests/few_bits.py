@@ -4,15 +4,20 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from dflash_jax.ops.weights import CODES, QuantizedWeight
+from dflash_jax.checkpoint.parameters import FEW_BITS
+from dflash_jax.ops.weights import CODES, QuantizedWeight, quantize
+from dflash_jax.parallel.sharding import parameter_paths
 
+M = TypeVar("M", bound=nnx.Module)
 FLOAT8 = ml_dtypes.float8_e4m3fn
 BLOCK = 32
 # As compressed-tensors and ModelOpt name them; "mixed" is NVIDIA's MIXED_PRECISION.
@@ -254,6 +259,15 @@ def weight(
     factor = rng.uniform(0.5, 2, (*rows, 1)).astype(ml_dtypes.bfloat16).astype(np.float32) if has_factor else None
     scales = scales.astype(scale or (FLOAT8 if has_factor else np.float32))
     return jax.tree.map(jnp.asarray, QuantizedWeight(values, scales, zero, factor, form if form in CODES else None))
+
+
+def quantized(module: M, form: str) -> M:
+    """``module`` with its large matrices and its head in few bits."""
+    leaves, structure = jax.tree.flatten(module)
+    named = zip(parameter_paths(module), leaves, strict=True)
+    return jax.tree.unflatten(
+        structure, [quantize(x, form) if path.rsplit(".", 1)[-1] in FEW_BITS else x for path, x in named]
+    )
 
 
 def of(weight: QuantizedWeight) -> np.ndarray:

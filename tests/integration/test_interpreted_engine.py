@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.checkpoint.parameters import FEW_BITS
 from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.prefill import prefill_chunk
@@ -22,8 +21,7 @@ from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.kv_scales import with_fp8_caches
 from dflash_jax.models.layers import with_backend
-from dflash_jax.ops.weights import quantize
-from dflash_jax.parallel.sharding import parameter_paths
+from tests import few_bits
 from tools import token_runs
 from tools.token_runs import Remembering
 
@@ -132,7 +130,7 @@ def test_tokens_of_long_prompts_are_those_of_xla(models, temperature):
 @pytest.mark.long
 def test_tokens_in_float8_are_those_of_xla(models):
     target, drafter = models
-    assert compared((in_float8(target), drafter), 0.0, PROMPTS[:3]) == KERNELS
+    assert compared((few_bits.quantized(target, "fp8"), drafter), 0.0, PROMPTS[:3]) == KERNELS
 
 
 @pytest.mark.long
@@ -155,11 +153,3 @@ def test_reproducible_tokens_in_bfloat16(models, temperature):
                 assert one.tokens == other.tokens
     # Windows are all of one width: kernels of one token have no part, except the router's, which takes several.
     assert set(ran) == {name for name in KERNELS if not name.endswith("_one")} | {"_project_one"} | BFLOAT16_ONLY
-
-
-def in_float8(module):
-    """``module`` with its matrices and its head in float8."""
-    leaves, structure = jax.tree.flatten(module)
-    names = (path.rsplit(".", 1)[-1] for path in parameter_paths(module))
-    held = [quantize(x, "fp8") if n in FEW_BITS else x for n, x in zip(names, leaves, strict=True)]
-    return jax.tree.unflatten(structure, held)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import DraftLayerSpec
 from dflash_jax.models.families import dflash
+from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.ops.weights import dense, is_weight
 from dflash_jax.options.train import TrainConfig
-from dflash_jax.training.drafters import copy_layers, export, raw_config
+from dflash_jax.training.drafters import copy_layers, export, fresh_head, raw_config
+from tests import few_bits
 from tests.families import family_config
 from tests.helpers import random_decoder, random_drafter, tiny_draft_config
 
@@ -30,9 +34,11 @@ def drafter_for(target, intermediate: int = 32):
     return random_drafter(replace(config, layers=(DraftLayerSpec(spec, intermediate, None, False),) * 2))
 
 
-def test_layers_begin_as_the_targets(target):
-    drafter = drafter_for(target)
-    copy_layers(drafter, target, (1, 0))
+@pytest.mark.parametrize("form", [None, "int4"])
+def test_layers_begin_as_the_targets(target, form):
+    drafter, few = drafter_for(target), target if form is None else few_bits.quantized(target, form)
+    copy_layers(drafter, few, (1, 0))
+    target = jax.tree.map(lambda x: dense(x) if is_weight(x) else x, few, is_leaf=is_weight)
     for mine, theirs in zip(drafter.layers, (target.layers[1], target.layers[0]), strict=True):
         for part, names in (("mixer", "qkvo"), ("ffn", ("gate_up", "down"))):
             for name in names:
@@ -43,6 +49,16 @@ def test_layers_begin_as_the_targets(target):
         if hasattr(theirs.mixer, "k_norm"):
             np.testing.assert_array_equal(mine.mixer.k_norm.weight[...], theirs.mixer.k_norm.weight[...] + 1)
     np.testing.assert_array_equal(drafter.norm.weight[...], target.norm.weight[...] + target.config.norm_offset)
+
+
+def test_an_mtp_head_begins_as_the_last_layer_of_its_kind_also_of_a_target_in_few_bits():
+    target = few_bits.quantized(random_decoder(family_config("qwen3_5_moe")), "int8")
+    config = MtpConfig(target.config)
+    head = fresh_head(TrainConfig(data=("x",), output="y", mtp=True), config, target)
+    (spec,) = config.layers
+    layer = target.layers[[i for i, each in enumerate(target.config.layers) if each == spec][-1]]
+    np.testing.assert_array_equal(head.layers[0].mixer.q[...], dense(layer.mixer.q[...]))
+    np.testing.assert_array_equal(head.layers[0].ffn.down[...], dense(layer.ffn.down[...]))
 
 
 def test_norms_that_a_target_lacks_are_of_the_size_of_its_keys():
