@@ -7,9 +7,10 @@ from its tensors (`quantized`); these claims check it, and stand for it where a 
 import re
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ COMPRESSED, GPTQ, GPTQ_V2, AWQ = "compressed-tensors", "gptq", "gptq_v2", "awq"
 MODELOPT_FILE = "hf_quant_config.json"
 # Prefixes of a text model's modules, of which a config may name another one than the files have.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
-# Characters and memory of a pattern at most, and processor time for all patterns and modules of a checkpoint.
-LONGEST_PATTERN, MOST_MEMORY, MOST_SECONDS = 2000, 2**20, 20.0
+# Characters and memory of a pattern at most, expressions that are one pattern, and processor time for all patterns and
+# modules of a checkpoint.
+LONGEST_PATTERN, MOST_MEMORY, MOST_JOINED, MOST_SECONDS = 2000, 2**20, 256, 20.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class Names:
     def __init__(self, budget: Budget):
         self._budget = budget
         self._claims: dict[str, Claim | None] = {}
-        self._patterns: list[tuple[Any, Claim | None]] = []
+        # Expressions in order. Those of one claim become one pattern, since each takes time for each module.
+        self._expressions: list[tuple[str, Claim | None]] = []
+        self._patterns: list[tuple[Any, Claim | None]] | None = None
 
     def add(self, key: str, names: Iterable[str], claim: Claim | None, is_wildcard: bool = False) -> None:
         """Adds names, ``re:`` expressions and, with ``is_wildcard``, shell wildcards.
@@ -106,14 +110,15 @@ class Names:
         self._budget.start()
         for name in names:
             if name.startswith("re:"):
-                self._patterns.append((_compiled(key, name, name[3:]), claim))
-                self._budget.check()
+                expression = name[3:]
             elif is_wildcard and ("*" in name or "?" in name):
-                expression = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in name)
-                self._patterns.append((_compiled(key, name, expression + r"\z"), claim))
-                self._budget.check()
+                expression = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in name) + r"\z"
             else:
                 self._claims.setdefault(name, claim)
+                continue
+            _check(key, name, expression)
+            self._budget.check()
+            self._expressions.append((expression, claim))
 
     def find(self, module: str) -> Claim | None:
         """What is claimed of a module: by name, else by the first pattern that matches, else `UNNAMED`.
@@ -129,23 +134,49 @@ class Names:
                     return self._claims[name]
                 name = name.rpartition(".")[0]
         self._budget.start()
+        if self._patterns is None:
+            same_claims = groupby(self._expressions, key=lambda pair: pair[1])
+            groups = [([expression for expression, _ in pairs], claim) for claim, pairs in same_claims]
+            self._patterns = [(p, claim) for expressions, claim in groups for p in self._joined(expressions)]
         for pattern, claim in self._patterns:
             self._budget.check()
             if any(pattern.match(name) for name in spellings):
                 return claim
         return UNNAMED
 
+    def _joined(self, expressions: list[str]) -> list[Any]:
+        """One pattern of expressions, or several where they are many or take much memory."""
+        import re2
 
-def _compiled(key: str, name: str, expression: str) -> Any:
+        self._budget.check()
+        if len(expressions) == 1:
+            return [_compiled(expressions[0])]
+        # What \Q quotes may have no end.
+        if len(expressions) <= MOST_JOINED and not any(r"\Q" in expression for expression in expressions):
+            try:
+                return [_compiled("|".join(f"(?:{expression})" for expression in expressions))]
+            except re2.error:
+                pass
+        middle = len(expressions) // 2
+        return self._joined(expressions[:middle]) + self._joined(expressions[middle:])
+
+
+def _compiled(expression: str) -> Any:
     """A compiled pattern: RE2 matches in time linear in the name, whatever the expression is."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors, options.never_capture, options.max_mem = False, True, MOST_MEMORY
+    return re2.compile(expression, options)
+
+
+def _check(key: str, name: str, expression: str) -> None:
     import re2
 
     if len(name) > LONGEST_PATTERN:
         raise InputError(f"{key} has a pattern of {len(name)} characters: at most {LONGEST_PATTERN} are read")
-    options = re2.Options()
-    options.log_errors, options.never_capture, options.max_mem = False, True, MOST_MEMORY
     try:
-        return re2.compile(expression, options)
+        _compiled(expression)
     except (re2.error, UnicodeEncodeError) as e:
         reason = e.args[0].decode(errors="replace") if isinstance(e.args[0], bytes) else "it is no text"
         raise InputError(f"{key} has {shown(name)}: it must be a regular expression of RE2 ({reason})") from None
@@ -431,18 +462,12 @@ def _is_expression(name: str) -> bool:
     return not set(name).isdisjoint("*+?^$()[]{}|\\")
 
 
-def _parts_of_names(names: list[str]) -> Iterator[str]:
-    """Patterns of the modules of which a name, or an expression, is a part; of many names few patterns."""
-    waiting: list[str] = []
-    for name in (*names, None):
-        if name is not None and _is_expression(name):
-            yield f"re:.*(?:{name})"
-            continue
-        if waiting and (name is None or sum(map(len, waiting)) + len(waiting) + 2 * len(name) > LONGEST_PATTERN - 60):
-            yield rf"re:(?:.*\.)?(?:{'|'.join(waiting)})(?:\.|\z)"
-            waiting = []
-        if name is not None:
-            waiting.append(re.escape(name.strip(".")))
+def _parts_of_names(names: list[str]) -> list[str]:
+    """Patterns of the modules of which a name, or an expression, is a part."""
+    return [
+        f"re:.*(?:{name})" if _is_expression(name) else rf"re:(?:.*\.)?{re.escape(name.strip('.'))}(?:\.|\z)"
+        for name in names
+    ]
 
 
 def _names(raw: Mapping[str, Any], keys: str) -> list[str]:

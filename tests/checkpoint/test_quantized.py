@@ -759,6 +759,39 @@ def test_too_many_patterns_are_refused_in_time(copied, monkeypatch):
     assert time.process_time() - started < 10
 
 
+def test_as_many_modules_as_the_largest_checkpoints_have_take_little_time(monkeypatch):
+    """As NVIDIA's Qwen3.5-397B-A17B: three wildcards a layer, and experts by the thousand, of which none matches."""
+    monkeypatch.setattr(quantization, "MOST_SECONDS", 2.0)
+    parts = ("self_attn*", "mlp.shared_expert*", "mlp.shared_expert_gate*")
+    ignored = [f"model.language_model.layers.{i}.{part}" for i in range(60) for part in parts]
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [*ignored, "mtp*"]}
+    found = quantization.read({"quantization_config": config}, TINY)
+    layers = [f"model.language_model.layers.{i}." for i in range(0, 60, 6)]
+    for layer in layers:
+        assert all(found.claim(f"{layer}mlp.experts.{i}.{x}_proj") for i in range(512) for x in ("gate", "up", "down"))
+        assert not found.claim(f"{layer}self_attn.q_proj")
+
+
+def test_the_first_of_many_patterns_tells_what_a_module_is():
+    """Whatever they are: what is quoted without an end, alternatives, flags, what takes much memory."""
+    eight, four = {"bits": 8}, {"bits": 4}
+    large = {f"+:layers[.]{i}[.](?:x{{0,400}}){{2}}": eight for i in range(40)}
+    dynamic = {
+        "+:a|b": eight,
+        r"+:\Qc": eight,
+        r"+:\Qz\E|y": eight,
+        "+:(?i)D": eight,
+        "+:c|d|E": four,
+        "+:.*e$": eight,
+        **large,
+    }
+    found = quantization.read({"quantization_config": GPTQ | {"dynamic": dynamic | {"-:.*": {}}}}, TINY)
+    kinds = {"a": "INT8", "b": "INT8", "c": "INT8", "d": "INT8", "D": "INT8", "C": None, "E": "INT4", "xe": "INT8"}
+    for name, kind in (kinds | {"layers.7.xxx": "INT8", "layers.39.": "INT8", "layers.40.": None}).items():
+        claim = found.claim(name)
+        assert (claim and claim.kind) == kind, name
+
+
 @pytest.mark.parametrize(
     "form",
     ["nvfp4 modelopt", "fp8 block", "nvfp4 compressed", "mixed", "int4 asymmetric", "gptq", "awq", "mxfp4 modelopt"],
