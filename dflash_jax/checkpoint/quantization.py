@@ -222,7 +222,7 @@ def read(raw: dict, directory: Path) -> Quantization | None:
     if not quantization:
         return None
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in READERS:
-        raise InputError(f"{directory} is quantized by {shown(method)}: {READ_HERE}")
+        raise InputError(f"{directory} is quantized by {shown(method)}: fp8, {', '.join(FORMATS)} are read here")
     path = directory / MODELOPT_FILE if quantization is beside else directory
     found = parsed(lambda _: READERS[method](quantization), raw, path)
     caches = [d[k] for d in (quantization, beside) for k in ("kv_cache_scheme", "kv_cache_quant_algo") if d.get(k)]
@@ -278,7 +278,7 @@ def _read_modelopt(raw: dict) -> Quantization:
             entry = section(f"quantized_layers[{shown(name)}]", value)
             found.groups.add("quantized_layers", [name], _of_algorithm(entry), is_wildcard=True)
     else:
-        found = Quantization(excluded, default=_of_algorithm(raw))
+        found = Quantization(f"quant_algo and {excluded}", default=_of_algorithm(raw))
     found.ignored.add(excluded, words(excluded, raw.get(excluded) or []), None, is_wildcard=True)
     return found
 
@@ -370,7 +370,7 @@ def _of_integers(raw: Mapping[str, Any], packing: str, is_symmetric: bool) -> Cl
     bits, group = _first(raw, "bits w_bit"), _first(raw, "group_size q_group_size")
     known = (4,) if packing == AWQ else tuple(INTEGERS)
     if type(bits) is not int or bits not in known:
-        raise InputError(f"bits is {shown(bits)}: {' and '.join(map(str, known))} are read here")
+        raise InputError(f"bits is {shown(bits)}: it must be {' or '.join(map(str, known))}")
     block = None if type(group) is int and group == -1 else (1, _group("group_size", group, ", or -1 for a whole row"))
     has_order = flag("desc_act", _first(raw, "desc_act", False))
     return Claim(INTEGERS[bits], block, packing, is_symmetric, has_order)

@@ -619,6 +619,11 @@ CONFIGS = [
     ("mixed", configured(quantized_layers={"x": {"quant_algo": "NVFP4", "group_size": 32}}), ["group_size is 32"]),
     ("mixed", configured(ignore=[1]), ["ignore is [1]: it must be a list of strings"]),
     ("mixed", configured(quant_algo=None), ["quant_algo is None"]),
+    (
+        "nvfp4 modelopt",
+        few_bits.config("fp8 modelopt"),
+        ["is NVFP4 by its tensors, and FP8 by quant_algo and ignore of"],
+    ),
     ("nvfp4 modelopt", {"quant_method": "fp8", "weight_block_size": [128, 128]}, ["is NVFP4 by its tensors, and FP8"]),
     ("nvfp4 compressed", CT | {"ignore": ["re:.*q_proj"]}, [f"'{Q}' is NVFP4", "not quantized by config_groups"]),
     ("nvfp4 compressed", CT | {"config_groups": {}}, ["not quantized by config_groups"]),
@@ -649,7 +654,7 @@ def integers(**changes) -> dict:
 
 
 CONFIGS += [
-    ("gptq", GPTQ | {"bits": 3}, ["bits is 3: 4 and 8 are read here"]),
+    ("gptq", GPTQ | {"bits": 3}, ["bits is 3: it must be 4 or 8"]),
     ("gptq", GPTQ | {"bits": True}, ["bits is True"]),
     ("gptq", GPTQ | {"bits": "4"}, ["bits is '4'"]),
     ("gptq", GPTQ | {"group_size": 0}, ["group_size is 0: it must be a number of inputs, or -1 for a whole row"]),
@@ -668,7 +673,7 @@ CONFIGS += [
     ("gptq", CT, ["is INT4 in", "NVFP4 by config_groups"]),
     ("awq", GPTQ | {"sym": False}, ["must be"]),
     ("awq", AWQ | {"version": "gemv"}, ["version is 'gemv': AWQ's gemm is read here"]),
-    ("awq", AWQ | {"bits": 8}, ["bits is 8: 4 are read here"]),
+    ("awq", AWQ | {"bits": 8}, ["bits is 8: it must be 4"]),
     ("awq", AWQ | {"modules_to_not_convert": ["self_attn"]}, [f"'{Q}' is INT4", "not quantized by modules_to_not"]),
     ("awq", AWQ | {"modules_to_not_convert": [{}]}, ["modules_to_not_convert is [{}]: it must be a list of strings"]),
     ("int4 asymmetric", integers(symmetric=1), ["weights.symmetric is 1: it must be true or false"]),
@@ -682,7 +687,11 @@ CONFIGS += [
     ),
     ("int4 asymmetric", integers(actorder="random"), ["actorder is 'random': it must be weight, group or null"]),
     ("mxfp4", {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 6}, ["data_type is 'mx_fp' with 6 bits"]),
-    ("mxfp4", {"quant_method": "mxfp4"}, ["is quantized by 'mxfp4'"]),
+    (
+        "mxfp4",
+        {"quant_method": "mxfp4"},
+        ["is quantized by 'mxfp4': fp8, awq, gptq, auto-round, compressed-tensors, modelopt are read here"],
+    ),
 ]
 
 
