@@ -7,7 +7,7 @@ from its tensors (`quantized`); these claims check it, and stand for it where a 
 import re
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -33,7 +33,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 # Characters and memory of a pattern at most, expressions that are one pattern, and processor time for all patterns and
 # modules of a checkpoint.
-LONGEST_PATTERN, MOST_MEMORY, MOST_JOINED, MOST_SECONDS = 2000, 2**20, 256, 20.0
+LONGEST_PATTERN, MOST_MEMORY, MOST_JOINED, MOST_SECONDS = 2000, 2**20, 64, 20.0
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,9 @@ class Names:
             groups = [([expression for expression, _ in pairs], claim) for claim, pairs in same_claims]
             self._patterns = [(p, claim) for expressions, claim in groups for p in self._joined(expressions)]
         for pattern, claim in self._patterns:
+            is_match = any(pattern.match(name) for name in spellings)
             self._budget.check()
-            if any(pattern.match(name) for name in spellings):
+            if is_match:
                 return claim
         return UNNAMED
 
@@ -462,12 +463,18 @@ def _is_expression(name: str) -> bool:
     return not set(name).isdisjoint("*+?^$()[]{}|\\")
 
 
-def _parts_of_names(names: list[str]) -> list[str]:
-    """Patterns of the modules of which a name, or an expression, is a part."""
-    return [
-        f"re:.*(?:{name})" if _is_expression(name) else rf"re:(?:.*\.)?{re.escape(name.strip('.'))}(?:\.|\z)"
-        for name in names
-    ]
+def _parts_of_names(names: list[str]) -> Iterator[str]:
+    """Patterns of the modules of which a name, or an expression, is a part; of many names few patterns."""
+    waiting: list[str] = []
+    for name in (*names, None):
+        if name is not None and _is_expression(name):
+            yield f"re:.*(?:{name})"
+            continue
+        if waiting and (name is None or sum(map(len, waiting)) + len(waiting) + 2 * len(name) > LONGEST_PATTERN - 60):
+            yield rf"re:(?:.*\.)?(?:{'|'.join(waiting)})(?:\.|\z)"
+            waiting = []
+        if name is not None:
+            waiting.append(re.escape(name.strip(".")))
 
 
 def _names(raw: Mapping[str, Any], keys: str) -> list[str]:

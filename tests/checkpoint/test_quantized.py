@@ -825,6 +825,13 @@ def test_too_many_patterns_are_refused_in_time(copied, monkeypatch):
     assert time.process_time() - started < 10
 
 
+def test_the_time_of_one_pattern_counts(monkeypatch):
+    found = quantization.read({"quantization_config": CT | {"ignore": ["re:.*[a-m].{60}[n-z]~"]}}, TINY)
+    monkeypatch.setattr(quantization, "MOST_SECONDS", 0.02)
+    with pytest.raises(InputError, match=r"more than 0\.02 s"):
+        list(map(found.claim, (f"model.layers.{i}.mlp.experts.7.gate_proj" for i in range(8000))))
+
+
 def test_as_many_modules_as_the_largest_checkpoints_have_take_little_time(monkeypatch):
     """As NVIDIA's Qwen3.5-397B-A17B: three wildcards a layer, and experts by the thousand, of which none matches."""
     monkeypatch.setattr(quantization, "MOST_SECONDS", 2.0)
