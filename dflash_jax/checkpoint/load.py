@@ -128,6 +128,9 @@ def fill(
     if source.caches or len(inputs) < len(source.unused):
         said = source.caches or "numbers with scales"
         log.info("the checkpoint asks for keys and values as %s: kv_cache_dtype 'fp8' has them in FP8", said)
+    if dense := [p for p, parts in source.stored.items() if not quantized.are_packed(parts, source.files)]:
+        why = "their tensors are not alike, or their inputs not in the order of their groups (act-order)"
+        log.warning("%d parameters are multiplied out, since %s, first %s", len(dense), why, dense[0])
     leaves, structure = jax.tree.flatten(module)
     arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:
@@ -421,14 +424,16 @@ def read_forms(
     caches, table = form and form.caches, _table(raw, config)
 
     def by_tensors(stored: Mapping[str, tuple[quantized.Stored, ...]], files: Tensors) -> dict[str, quantized.Form]:
-        return {path: quantized.form(parts, files) for path, parts in stored.items()}
+        packed = {path: parts for path, parts in stored.items() if quantized.are_packed(parts, files)}
+        return {path: quantized.form(parts, files) for path, parts in packed.items()}
 
     if directory.is_dir() and orbax.is_orbax(directory):
         files = orbax.ConvertedTensors(directory)
         entries = table(config, quantized.plain_names(files))
         # A head's tensors are there as they were.
         stored = parsed(lambda _: quantized.all_stored(entries, files, form), raw, directory)
-        found = by_tensors(stored, files) if isinstance(config, MtpConfig) else orbax.forms(directory)
+        is_head = isinstance(config, MtpConfig)
+        found = by_tensors(stored, orbax.ExtraTensors(directory)) if is_head else orbax.forms(directory)
         weights = {t.name for e in entries for t in e.tensors}
         unused = tuple(name for name in files if form is not None and quantized.is_unused(name, weights))
     elif form is None:

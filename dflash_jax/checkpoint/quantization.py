@@ -10,6 +10,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ COMPRESSED, GPTQ, GPTQ_V2, AWQ = "compressed-tensors", "gptq", "gptq_v2", "awq"
 MODELOPT_FILE = "hf_quant_config.json"
 # Prefixes of a text model's modules, of which a config may name another one than the files have.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
-# Characters and memory of a pattern at most, and processor time for all patterns and modules of a checkpoint.
-LONGEST_PATTERN, MOST_MEMORY, MOST_SECONDS = 2000, 2**20, 20.0
+# Characters and memory of a pattern at most, expressions that are one pattern, and processor time for all patterns and
+# modules of a checkpoint.
+LONGEST_PATTERN, MOST_MEMORY, MOST_JOINED, MOST_SECONDS = 2000, 2**20, 64, 20.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class Names:
     def __init__(self, budget: Budget):
         self._budget = budget
         self._claims: dict[str, Claim | None] = {}
-        self._patterns: list[tuple[Any, Claim | None]] = []
+        # Expressions in order. Those of one claim become one pattern, since each takes time for each module.
+        self._expressions: list[tuple[str, Claim | None]] = []
+        self._patterns: list[tuple[Any, Claim | None]] | None = None
 
     def add(self, key: str, names: Iterable[str], claim: Claim | None, is_wildcard: bool = False) -> None:
         """Adds names, ``re:`` expressions and, with ``is_wildcard``, shell wildcards.
@@ -106,14 +110,15 @@ class Names:
         self._budget.start()
         for name in names:
             if name.startswith("re:"):
-                self._patterns.append((_compiled(key, name, name[3:]), claim))
-                self._budget.check()
+                expression = name[3:]
             elif is_wildcard and ("*" in name or "?" in name):
-                expression = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in name)
-                self._patterns.append((_compiled(key, name, expression + r"\z"), claim))
-                self._budget.check()
+                expression = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in name) + r"\z"
             else:
                 self._claims.setdefault(name, claim)
+                continue
+            _check(key, name, expression)
+            self._budget.check()
+            self._expressions.append((expression, claim))
 
     def find(self, module: str) -> Claim | None:
         """What is claimed of a module: by name, else by the first pattern that matches, else `UNNAMED`.
@@ -129,23 +134,50 @@ class Names:
                     return self._claims[name]
                 name = name.rpartition(".")[0]
         self._budget.start()
+        if self._patterns is None:
+            same_claims = groupby(self._expressions, key=lambda pair: pair[1])
+            groups = [([expression for expression, _ in pairs], claim) for claim, pairs in same_claims]
+            self._patterns = [(p, claim) for expressions, claim in groups for p in self._joined(expressions)]
         for pattern, claim in self._patterns:
+            is_match = any(pattern.match(name) for name in spellings)
             self._budget.check()
-            if any(pattern.match(name) for name in spellings):
+            if is_match:
                 return claim
         return UNNAMED
 
+    def _joined(self, expressions: list[str]) -> list[Any]:
+        """One pattern of expressions, or several where they are many or take much memory."""
+        import re2
 
-def _compiled(key: str, name: str, expression: str) -> Any:
+        self._budget.check()
+        if len(expressions) == 1:
+            return [_compiled(expressions[0])]
+        # What \Q quotes may have no end.
+        if len(expressions) <= MOST_JOINED and not any(r"\Q" in expression for expression in expressions):
+            try:
+                return [_compiled("|".join(f"(?:{expression})" for expression in expressions))]
+            except re2.error:
+                pass
+        middle = len(expressions) // 2
+        return self._joined(expressions[:middle]) + self._joined(expressions[middle:])
+
+
+def _compiled(expression: str) -> Any:
     """A compiled pattern: RE2 matches in time linear in the name, whatever the expression is."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors, options.never_capture, options.max_mem = False, True, MOST_MEMORY
+    return re2.compile(expression, options)
+
+
+def _check(key: str, name: str, expression: str) -> None:
     import re2
 
     if len(name) > LONGEST_PATTERN:
         raise InputError(f"{key} has a pattern of {len(name)} characters: at most {LONGEST_PATTERN} are read")
-    options = re2.Options()
-    options.log_errors, options.never_capture, options.max_mem = False, True, MOST_MEMORY
     try:
-        return re2.compile(expression, options)
+        _compiled(expression)
     except (re2.error, UnicodeEncodeError) as e:
         reason = e.args[0].decode(errors="replace") if isinstance(e.args[0], bytes) else "it is no text"
         raise InputError(f"{key} has {shown(name)}: it must be a regular expression of RE2 ({reason})") from None
@@ -191,7 +223,7 @@ def read(raw: dict, directory: Path) -> Quantization | None:
     if not quantization:
         return None
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in READERS:
-        raise InputError(f"{directory} is quantized by {shown(method)}: {READ_HERE}")
+        raise InputError(f"{directory} is quantized by {shown(method)}: fp8, {', '.join(FORMATS)} are read here")
     path = directory / MODELOPT_FILE if quantization is beside else directory
     found = parsed(lambda _: READERS[method](quantization), raw, path)
     caches = [d[k] for d in (quantization, beside) for k in ("kv_cache_scheme", "kv_cache_quant_algo") if d.get(k)]
@@ -247,7 +279,7 @@ def _read_modelopt(raw: dict) -> Quantization:
             entry = section(f"quantized_layers[{shown(name)}]", value)
             found.groups.add("quantized_layers", [name], _of_algorithm(entry), is_wildcard=True)
     else:
-        found = Quantization(excluded, default=_of_algorithm(raw))
+        found = Quantization(f"quant_algo and {excluded}", default=_of_algorithm(raw))
     found.ignored.add(excluded, words(excluded, raw.get(excluded) or []), None, is_wildcard=True)
     return found
 
@@ -339,7 +371,7 @@ def _of_integers(raw: Mapping[str, Any], packing: str, is_symmetric: bool) -> Cl
     bits, group = _first(raw, "bits w_bit"), _first(raw, "group_size q_group_size")
     known = (4,) if packing == AWQ else tuple(INTEGERS)
     if type(bits) is not int or bits not in known:
-        raise InputError(f"bits is {shown(bits)}: {' and '.join(map(str, known))} are read here")
+        raise InputError(f"bits is {shown(bits)}: it must be {' or '.join(map(str, known))}")
     block = None if type(group) is int and group == -1 else (1, _group("group_size", group, ", or -1 for a whole row"))
     has_order = flag("desc_act", _first(raw, "desc_act", False))
     return Claim(INTEGERS[bits], block, packing, is_symmetric, has_order)
