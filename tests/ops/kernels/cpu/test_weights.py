@@ -1,4 +1,4 @@
-"""Weights in few bits in the C++ kernels: scales that are no numbers. Most cases: tests/models/test_packing.py."""
+"""Weights in few bits in the C++ kernels: scales that are no numbers, stacks. Others: tests/models/test_packing.py."""
 
 import jax
 import jax.numpy as jnp
@@ -28,3 +28,15 @@ def test_a_scale_that_is_no_number_makes_its_output_none_and_no_other(dtype, run
         assert not np.isfinite(found[:, with_none]).any()
         found, right = (np.delete(y, with_none, 1) for y in (found, x @ few_bits.of(weight).T))
         np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", few_bits.NUMBERS)
+def test_a_weight_of_a_stack_has_the_bits_of_the_weight_alone(form):
+    rng = np.random.default_rng(0)
+    stack = few_bits.weight(rng, (3, 2, 32), 72, 24, form, has_zero=True, has_factor=True)
+    packed, x = jax.device_put(PackedWeight.of(stack, 1)), rng.standard_normal((5, 72)).astype(np.float32)
+    of_stack = jax.jit(lambda i: cpu.linear(x, [packed.of_stack(i).reshape(64, 72)], swiglu=True)[0])
+    for i in range(3):
+        alone = cpu.linear(x, [PackedWeight.of(stack[i], 1).reshape(64, 72)], swiglu=True)[0]
+        np.testing.assert_array_equal(of_stack(jnp.int32(i)), alone)
+        jax.tree.map(np.testing.assert_array_equal, packed.of_stack(jnp.int32(i)).unpacked(), stack[i])
