@@ -93,6 +93,8 @@ def test_four_bits_are_the_nearest_numbers_of_the_best_scale(kind):
     if found.factor is not None:
         assert len(np.unique(found.factor)) == 1
         assert np.frexp(np.asarray(found.factor).flat[0])[0] == 0.5
+        # The largest scale uses the range of its dtype.
+        assert 128 <= np.asarray(found.scale).astype(np.float32).max() <= 448
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])

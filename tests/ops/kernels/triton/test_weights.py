@@ -77,6 +77,23 @@ def test_a_form_in_sixteen_bits_is_as_near_as_its_definition(form, run):
         assert apart <= 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact).max(), (rows, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_scale_in_a_tile_is_rounded_with_its_product_only(dtype):
+    """A step has two runs. In float16: the interpreter truncates to bfloat16."""
+    rng = np.random.default_rng(0)
+    values, scale = rng.integers(0, 256, (24, 80), np.uint8), rng.uniform(0.5, 2, (24, 10)).astype(dtype)
+    weight = QuantizedWeight(jnp.asarray(values), jnp.asarray(scale), code="int4")
+    (found,) = by_kernel(CUDA, jnp.asarray(np.eye(16, 160), jnp.float16), [weight], dtype=jnp.float32)
+    np.testing.assert_array_equal(found, np.asarray(weight.dense(jnp.float16), np.float32)[:, :16].T)
+
+
+def test_runs_of_no_power_of_two():
+    x, _, weights = arguments.projections(Source(0), 5, 144, ((40,),), ("int4 with zeros", 3))
+    assert weights[0].run == 48
+    found = in_one_program(partial(by_kernel, CUDA))(x, weights)
+    assert_as_near(found, partial(linear, PLAIN), x, weights)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 27])
 def test_weights_of_several_forms_in_one_call(rows):
     """Three kinds, of one shape: each is computed as what it is, and a norm is kept once."""
