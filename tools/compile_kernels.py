@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -26,10 +27,12 @@ SYSTEMS = {
     "qwen3.6-27b": "",
     "qwen3.5-397b-a17b": "tensor=8",
     "qwen3.8-27b": "",
-    # With how its weights are quantized.
+    # With how its weights are quantized, and, in FP4, its activations.
     "qwen3.6-35b-a3b nvfp4": "",
     "qwen3.6-35b-a3b int4": "",
     "qwen3.6-35b-a3b int4-128": "",
+    "qwen3.6-35b-a3b nvfp4 fp4": "",
+    "qwen3.8-27b nvfp4 fp4": "",
 }
 # One period of the hybrid models' layers: the others launch the same kernels.
 LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
@@ -116,13 +119,14 @@ def launches(
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
+    fp4 = False
     if config in SYSTEMS and " " in config:
-        config, _, quantize = config.partition(" ")
+        config, quantize, *fp4 = config.split()
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
-    backend = Backend.for_card(card, "all")
+    backend = replace(Backend.for_card(card, "all"), fp4_activations=bool(fp4))
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, backend, has_fp8_caches)
     devices = layout.mesh(jax.devices()[: layout.devices])
     plain, drafting = Executables(target, None, devices), Executables(target, drafter, devices)

@@ -13,6 +13,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.core import Tracer
 
@@ -113,6 +114,11 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
         product = original_dot(self, a, b, wide, input_precision, None)
         return interpreter.TensorHandle(product.data.astype(np.float32), interpreter.tl.float32)
 
+    def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast_math, a_packed, b_packed, d):
+        # The interpreter takes every scale for a power of two, those in float8 too.
+        a, b = _fp4(a.data, a_scale.data), _fp4(b.data.T, b_scale.data)
+        return interpreter.TensorHandle((a @ b.T + d.data).astype(np.float32), interpreter.tl.float32)
+
     def binary_op(self, a, b, op):
         if a.dtype.scalar != interpreter.tl.bfloat16:
             return original_op(self, a, b, op)
@@ -125,6 +131,7 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
         for of, name, value in (
             (interpreter, "_patch_lang_tensor", patch_tensor),
             (builder, "create_dot", dot),
+            (builder, "create_dot_scaled", dot_scaled),
             (builder, "binary_op", binary_op),
         ):
             stack.enter_context(mock.patch.object(of, name, value))
@@ -154,6 +161,13 @@ def small_grids() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def _fp4(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Pairs of codes of e2m1 [R, K / 2] by scales in float8_e4m3fn [R, K / 16], float64 [R, K]."""
+    pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    numbers = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    return numbers * scale.view(ml_dtypes.float8_e4m3fn).astype(np.float64).repeat(16, axis=1)
 
 
 def _operand(x, truncated: bool):

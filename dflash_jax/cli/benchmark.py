@@ -52,6 +52,7 @@ MODELS = (
         "dtype",
         "quantize",
         "kv_cache_dtype",
+        "activations",
         "mesh",
     ),
     *("decode_context_parallel_size", "max_len", "max_block_size", "mem_fraction", "draft_tokens"),
@@ -316,7 +317,7 @@ def run(argv: list[str]) -> int:
         llm.load()
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize, "kernels": args.kernels}
-        about |= {"kv_cache_dtype": args.kv_cache_dtype}
+        about |= {"kv_cache_dtype": args.kv_cache_dtype, "activations": args.activations}
         about |= {"draft_tokens": drafted_tokens(llm)}
         # Systems has the only reference, so that one can make room for another.
         del llm

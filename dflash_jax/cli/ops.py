@@ -49,7 +49,7 @@ class OpsOptions:
     json: bool = option(False, "one JSON object a program, one a line")
 
 
-make_parser = partial(command_parser, "ops", __doc__, OpsOptions, ("kernels", "kv_cache_dtype"))
+make_parser = partial(command_parser, "ops", __doc__, OpsOptions, ("kernels", "kv_cache_dtype", "activations"))
 
 
 def backend_for(device: str | None, kernels: str) -> "Backend":
@@ -178,7 +178,7 @@ def run(args) -> int:
         raise InputError(f"config {args.config} has no shapes: it must name a target's config.json under [shapes]")
     draft = system.shapes.get("draft")
     shapes = read_shapes(str(system.shapes["target"]), None if draft is None else str(draft))
-    backend = backend_for(args.device, args.kernels)
+    backend = replace(backend_for(args.device, args.kernels), fp4_activations=args.activations == "fp4")
     dtype = jnp.dtype(args.dtype or ("float32" if backend.platform == "cpu" else "bfloat16"))
     fp8 = has_fp8_caches(args.kv_cache_dtype, dtype.name)
     for name, found in choices(shapes, backend, dtype, args.batch, args.prompt, args.quantize, fp8):

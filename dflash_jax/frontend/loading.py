@@ -49,7 +49,7 @@ from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, is_weight
+from dflash_jax.ops.weights import GROUPS, PackedWeight, QuantizedWeight, is_nvfp4, is_weight
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
 
@@ -202,13 +202,13 @@ def _files(given: LLMConfig, directory: Path) -> ModelFiles:
     )
 
 
-def prepare_backend(kernels: str) -> Backend:
-    """This machine's backend, a CPU's kernels compiled; warns where a GPU's are missing."""
+def prepare_backend(kernels: str, activations: str | None = None) -> Backend:
+    """This machine's backend, a CPU's kernels compiled; warns where a GPU's are missing. Arguments: the options."""
     with progress.step("compiling the kernels for this CPU", in_library=True):
         backend = Backend.detect(kernels)
     if backend.is_gpu and kernels != "xla" and backend.no_triton:
         log.warning("without Triton kernels, which make decoding faster: %s", backend.no_triton)
-    return backend
+    return replace(backend, fp4_activations=activations == "fp4")
 
 
 def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, tuple[Drafting, ...]]:
@@ -217,6 +217,8 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
     directory, overrides = checkpoint.directory, given.hf_overrides
     quantize = without_format(given.quantize, read_raw(directory, overrides), directory)
     target = load_target(directory, dtype, given.layout, quantize, backend, overrides)
+    if backend.fp4_activations:
+        _check_fp4(target)
     if given.has_fp8_caches:
         target = with_fp8_caches(target, read_kv_scales(directory, checkpoint.config, overrides))
     target = packed(target, given.dtype_name)
@@ -238,6 +240,19 @@ def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> t
             drafter.vocabulary = draft_vocabulary(drafter, ids, target, given.dtype_name)
         drafters.append(drafter)
     return target, tuple(drafters)
+
+
+def _check_fp4(target: Decoder) -> None:
+    """Raises InputError where a target has no weight in NVFP4, or has one whose runs of inputs devices share."""
+    leaves = zip(parameter_paths(target, is_weight), jax.tree.leaves(target, is_leaf=is_weight), strict=True)
+    weights = {path: w for path, w in leaves if isinstance(w, QuantizedWeight)}
+    if not any(map(is_nvfp4, weights.values())):
+        raise InputError("activations 'fp4': no weight of the target is in NVFP4; quantize 'nvfp4' rounds them so")
+    for path, weight in weights.items():
+        # A run that several devices share became several shorter ones.
+        if weight.code == "e2m1" and weight.run < GROUPS["nvfp4"] and target.layout.devices > 1:
+            fault = f"devices of mesh {target.layout} share runs of inputs of {path}: fewer devices leave each whole"
+            raise InputError(f"activations 'fp4': {fault}")
 
 
 def load_encoder(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> VisionEncoder | None:

@@ -342,7 +342,7 @@ def output(
     """
     if not sharding.axes:
         return linear(backend, y, (weight,), contracted, residual=residual)[0]
-    y = sharding.sum(linear(backend, y, (weight,), contracted)[0])
+    y = sharding.sum(linear(backend, y, (weight,), contracted, axes=sharding.axes)[0])
     return y if residual is None else residual + y
 
 

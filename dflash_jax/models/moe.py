@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.layers import Mlp, normal
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.linear import DeferredNorm, linear
+from dflash_jax.ops.linear import DeferredNorm, linear, takes_fp4
 from dflash_jax.ops.moe import fuses_residual, mixture, shared_weight
 from dflash_jax.ops.weights import can_pack_experts
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
@@ -57,7 +57,9 @@ class Moe(nnx.Module):
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         maps = {"router": 1, "shared_gate": 1} if self.spec.shared_intermediate_size is not None else {"router": 1}
-        can_pack = can_pack_experts(self.gate_up.get_value(), self.down.get_value())
+        experts = self.gate_up.get_value(), self.down.get_value()
+        # The C++ kernel of experts rounds no activations.
+        can_pack = can_pack_experts(*experts) and not any(takes_fp4(self.backend, w) for w in experts)
         return maps | {"gate_up": 1, "down": 1} if can_pack else maps
 
     def __call__(
@@ -94,6 +96,7 @@ class Moe(nnx.Module):
         in_mixture = fuses_residual(self.backend) and not routed.axes and (gate is None or shared is not None)
         args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, flat_residual if in_mixture else None)
         options = {"experts_per_token": self.spec.experts_per_token, "normalise": self.spec.normalise_top_k}
+        options |= {"axes": (self.features.axes, routed.axes)}
         y = routed.sum(mixture(self.backend, *args, **options))
         if gate is not None and shared is None:
             y = y + shared_weight(gate, y.dtype) * self.shared(flat)

@@ -59,6 +59,7 @@ class Backend:
         no_cpp: Why the C++ kernels are not used; None where they are.
         no_triton: Why the Triton kernels are not used; None where they are.
         on_choice: Called with each `Choice` while programs are traced. Comparisons of backends ignore it.
+        fp4_activations: Whether products with weights in NVFP4 round their inputs to NVFP4, too.
     """
 
     platform: str
@@ -67,6 +68,7 @@ class Backend:
     no_cpp: str | None = "the backend was created without kernels"
     no_triton: str | None = "the backend was created without kernels"
     on_choice: Callable[[Choice], None] | None = field(default=None, compare=False, repr=False)
+    fp4_activations: bool = False
 
     @classmethod
     def detect(cls, kernels: str = "auto") -> "Backend":

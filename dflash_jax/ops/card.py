@@ -14,8 +14,8 @@ SHARED_MEMORY = {
 }  # fmt: skip
 # The oldest PTX version of each compute capability, newest first (PTX ISA, release notes; 89: for float8).
 LEAST_PTX = ((121, 88), (120, 87), (103, 88), (100, 86), (90, 80), (89, 81), (80, 70))
-# The oldest capability with products of bfloat16, and that which converts float8.
-OLDEST, OLDEST_FP8 = 80, 89
+# The oldest capability with products of bfloat16, that which converts float8, and that with products of FP4.
+OLDEST, OLDEST_FP8, OLDEST_FP4 = 80, 89, 100
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.weights import LANES, PackedWeight, QuantizedWeight, Weight
+from dflash_jax.ops.weights import LANES, PackedWeight, QuantizedWeight, Weight, activations_in_nvfp4, is_nvfp4
 
 
 def rms_norm(x: Float[Array, "*batch H"], weight: Float[Array, " H"], eps: float, offset: float = 0.0) -> Array:
@@ -202,13 +202,16 @@ def reference(
     gelu: bool = False,
     residual: Array | None = None,
     live: Array | None = None,
+    axes: Sequence[str] = (),
 ) -> tuple[Array, ...]:
     """`linear` by XLA, of all rows: the norm, then one product for each weight."""
     x = x.apply() if isinstance(x, DeferredNorm) else x
+    inputs = rounded(backend, x, weights[0], contracted, axes)
     if biases is None:
-        outputs = [project(backend, x, w, contracted, dtype) for w in weights]
+        outputs = [project(backend, inputs, w, contracted, dtype) for w in weights]
     else:
-        outputs = _biased([project(backend, x, w, contracted, jnp.float32) for w in weights], biases, dtype or x.dtype)
+        outputs = [project(backend, inputs, w, contracted, jnp.float32) for w in weights]
+        outputs = _biased(outputs, biases, dtype or x.dtype)
     if swiglu:
         outputs = [jax.nn.silu(y[..., 0, :]) * y[..., 1, :] for y in outputs]
     if gelu:
@@ -216,6 +219,30 @@ def reference(
     if residual is not None:
         outputs = [residual + y for y in outputs]
     return (*outputs, x) if return_normed else tuple(outputs)
+
+
+def takes_fp4(backend: Backend, weight: Weight) -> bool:
+    """Whether a product with this weight takes its inputs in FP4."""
+    return backend.fp4_activations and is_nvfp4(weight)
+
+
+def rounded(backend: Backend, x: Array, weight: Weight, contracted: int = 1, axes: Sequence[str] = ()) -> Array:
+    """Activations as a product with this weight takes them: rounded to NVFP4 where it `takes_fp4`.
+
+    Args:
+        backend: Where it runs.
+        x: [..., *in].
+        weight: [*out, *in].
+        contracted: How many axes *in has.
+        axes: The mesh axes that *in is divided over.
+
+    Returns:
+        [..., *in] in x's dtype.
+    """
+    if not takes_fp4(backend, weight):
+        return x
+    flat = x.reshape(*x.shape[: x.ndim - contracted], -1)
+    return activations_in_nvfp4(flat, axes).dense(x.dtype).reshape(x.shape)
 
 
 def _biased(outputs: Sequence[Array], biases: Sequence[Array], dtype: DTypeLike) -> list[Array]:
@@ -250,6 +277,8 @@ def _supports_cpp(
     packed = [w for w in weights if isinstance(w, PackedWeight)]
     if len(packed) < len(weights):
         return backend.no_cpp or "the weights are not packed"
+    if takes_fp4(backend, weights[0]):
+        return "the kernel rounds no activations"
     # Packed weights exist only where the kernels do, so that no_cpp is not consulted for them.
     if swiglu and not all(cpp.can_fuse_swiglu(w) for w in packed):
         return f"halves of {[list(w.shape) for w in packed]}: they share a panel of {LANES} outputs"
@@ -269,6 +298,7 @@ def _cpp(
     gelu: bool = False,
     residual: Array | None = None,
     live: Array | None = None,
+    axes: Sequence[str] = (),
 ) -> tuple[Array, ...]:
     rows, inner = _matrix_shape(x, contracted)
     norm: dict[str, Any] = {}
@@ -296,6 +326,8 @@ def _supports_triton(
 ) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
+    if takes_fp4(backend, weights[0]):
+        return "the kernel rounds no activations"
     if biases is not None and residual is not None:
         return "the kernel adds the residual before biases, which are rounded otherwise"
     if gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
@@ -318,6 +350,7 @@ def _triton(
     gelu: bool = False,
     residual: Array | None = None,
     live: Array | None = None,
+    axes: Sequence[str] = (),
 ) -> tuple[Array, ...]:
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
@@ -362,8 +395,59 @@ def _triton(
     return with_gradient_of(plain, kernel)(x, norm, weights, biases, residual)
 
 
+def _supports_triton_fp4(
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[Weight],
+    contracted: int = 1,
+    *,
+    swiglu: bool = False,
+    gelu: bool = False,
+    **options: Any,
+) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    if not takes_fp4(backend, weights[0]):
+        return "activations are not in FP4"
+    if gelu:
+        return "the kernel computes no GELU"
+    from dflash_jax.ops.kernels.triton import fp4
+
+    return fp4.why_not(backend.triton_card, _matrix_shape(x, contracted)[1], weights, swiglu)
+
+
+def _triton_fp4(
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[QuantizedWeight],
+    contracted: int = 1,
+    *,
+    dtype: DTypeLike | None = None,
+    return_normed: bool = False,
+    swiglu: bool = False,
+    biases: Sequence[Array] | None = None,
+    gelu: bool = False,
+    residual: Array | None = None,
+    live: Array | None = None,
+    axes: Sequence[str] = (),
+) -> tuple[Array, ...]:
+    from dflash_jax.ops.kernels.triton import fp4
+
+    x = x.apply() if isinstance(x, DeferredNorm) else x
+    rows, inner = _matrix_shape(x, contracted)
+    inputs, card = activations_in_nvfp4(x.reshape(rows, inner), axes), backend.triton_card
+    outputs = [fp4.project(card, inputs, w.reshape(-1, inner), swiglu) for w in weights]
+    if biases is not None:
+        outputs = [y + b.reshape(-1).astype(jnp.float32) for y, b in zip(outputs, biases, strict=True)]
+    outputs = [y.astype(dtype or x.dtype) for y in outputs]
+    if residual is not None:
+        outputs = [residual.reshape(rows, -1) + y for y in outputs]
+    return _unflattened(x, weights, contracted, swiglu, outputs, x if return_normed else None)
+
+
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
+    Implementation("triton, FP4", _supports_triton_fp4, _triton_fp4, is_tried=False),
     Implementation("triton", _supports_triton, _triton),
     Implementation("reference", supports_everything, reference),
 )
@@ -382,6 +466,7 @@ def linear(
     gelu: bool = False,
     residual: Float[Array, "..."] | None = None,
     live: Int[Array, ""] | None = None,
+    axes: Sequence[str] = (),
 ) -> tuple[Float[Array, "..."], ...]:
     """One input by each of several weights.
 
@@ -398,6 +483,7 @@ def linear(
         gelu: Whether GELU by tanh follows, computed in float32.
         residual: [..., *out] ([..., F] with ``swiglu``), added to each result.
         live: int []: the first rows that count; the results of the others may be undefined. None: all rows count.
+        axes: The mesh axes that *in is divided over, where the caller sums the results of the devices.
 
     Returns:
         [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
@@ -409,6 +495,30 @@ def linear(
         how = "SwiGLU" if swiglu else f"{len(weights)} weights"
         raise ValueError(f"{len(biases)} biases with {how}: each weight has one, and none with SwiGLU")
     options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu}
-    options |= {"biases": biases, "gelu": gelu, "residual": residual, "live": live}
+    options |= {"biases": biases, "gelu": gelu, "residual": residual, "live": live, "axes": axes}
+    in_fp4 = [takes_fp4(backend, w) for w in weights]
+    if any(in_fp4) and not all(in_fp4):
+        return _by_activations(backend, x, weights, contracted, in_fp4, options)
     implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
     return implementation.call(backend, x, weights, contracted, **options)
+
+
+def _by_activations(
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[Weight],
+    contracted: int,
+    in_fp4: Sequence[bool],
+    options: dict[str, Any],
+) -> tuple[Array, ...]:
+    """`linear` by weights that take activations in FP4, and by others: those of a kind by one operation."""
+    x, biases = x.apply() if isinstance(x, DeferredNorm) else x, options["biases"]
+    results: dict[int, Array] = {}
+    for kind in (False, True):
+        places = [i for i, fp4 in enumerate(in_fp4) if fp4 == kind]
+        of_kind = None if biases is None else [biases[i] for i in places]
+        chosen = options | {"return_normed": False, "biases": of_kind}
+        outputs = linear(backend, x, [weights[i] for i in places], contracted, **chosen)
+        results |= dict(zip(places, outputs, strict=True))
+    outputs = tuple(results[i] for i in range(len(weights)))
+    return (*outputs, x) if options["return_normed"] else outputs

@@ -10,7 +10,7 @@ Qwen3NextSparseMoeBlock. Letters: N tokens, H hidden, E experts, F features of a
 # jax's own annotations are partial: members such as jnp.where, and the results of loops, have unknown types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,12 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.linear import linear, project
+from dflash_jax.ops.linear import linear, project, rounded, takes_fp4
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense
 
 # Experts' weights that XLA computes with, and a shared expert: gate_up, down and the logits of its gate.
 ExpertWeight: TypeAlias = Array | QuantizedWeight
 SharedExpert: TypeAlias = tuple[Weight, Weight, Array]
+ExpertAxes: TypeAlias = tuple[Sequence[str], Sequence[str]]
 # Rows of each expert's product: this many times the mean, and at least `MIN_GROUP_ROWS`: products of fewer rows take
 # as long.
 GROUP_ROWS, MIN_GROUP_ROWS = 4, 32
@@ -66,6 +67,7 @@ def experts_gathered(
     chosen: Int[Array, "N K"],
     gate_up: ExpertWeight,
     down: ExpertWeight,
+    axes: Sequence[str] = (),
 ) -> Float[Array, "N H"]:
     """Few tokens: the weights of each choice, read once and in place.
 
@@ -75,8 +77,8 @@ def experts_gathered(
     flat = chosen.reshape(-1)
     chosen = jnp.where(weights != 0, chosen, flat[jnp.argmax(weights.reshape(-1) != 0)])
     pick = dense(gate_up[chosen], jnp.float32)
-    h = jnp.sum(pick * x.astype(jnp.float32)[:, None, None, None, :], axis=-1)
-    h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
+    h = jnp.sum(pick * rounded(backend, x, gate_up).astype(jnp.float32)[:, None, None, None, :], axis=-1)
+    h = rounded(backend, jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down, axes=axes)
     # Over features first, for each choice: one sum over both axes has too few rows to keep a GPU busy.
     y = jnp.sum(dense(down[chosen], jnp.float32) * h[:, :, None, :], axis=-1)
     return jnp.sum(y * weights[..., None], axis=1).astype(x.dtype)
@@ -89,6 +91,7 @@ def experts_grouped(
     chosen: Int[Array, "N K"],
     gate_up: ExpertWeight,
     down: ExpertWeight,
+    axes: Sequence[str] = (),
 ) -> Float[Array, "N H"]:
     """Many tokens: batched products over all experts, each with the tokens that chose it, some rows at a time.
 
@@ -100,6 +103,7 @@ def experts_grouped(
     rows = max(MIN_GROUP_ROWS, GROUP_ROWS << max(tokens * k // e - 1, 0).bit_length())
     rows = min(rows, tokens)
     expert = jnp.where(weights != 0, chosen, e).reshape(-1)
+    x = rounded(backend, x, gate_up)
     # The rank of each choice among its expert's choices. Comparing all pairs is one kernel; a sort is several.
     choice = jnp.arange(tokens * k)
     earlier = (expert[:, None] == expert) & (choice < choice[:, None])
@@ -112,7 +116,7 @@ def experts_grouped(
         inputs = x.at[token].get(mode="fill", fill_value=0).reshape(e, rows, hidden)
         # One axis of outputs: XLA transposes a weight that has two.
         h = jnp.einsum("ech,eih->eci", inputs, dense(gate_up.reshape(e, -1, hidden), x.dtype))
-        h = jax.nn.silu(h[..., :f]) * h[..., f:]
+        h = rounded(backend, jax.nn.silu(h[..., :f]) * h[..., f:], down, axes=axes)
         y = jnp.einsum("ecf,ehf->ech", h, dense(down, x.dtype)).reshape(e * rows, hidden)
         y = y.at[block_row].get(mode="fill", fill_value=0).astype(jnp.float32).reshape(tokens, k, hidden)
         return first + rows, total + jnp.sum(y * weights[..., None], axis=1)
@@ -130,11 +134,13 @@ def experts_looped(
     chosen: Int[Array, "N K"],
     gate_up: ExpertWeight,
     down: ExpertWeight,
+    axes: Sequence[str] = (),
 ) -> Float[Array, "N H"]:
     """One dense product for each group of experts that any token chose; results of other tokens are masked."""
     e, _, f, hidden = gate_up.shape
     size = next(g for g in range(e, 0, -1) if e % g == 0 and (g * f <= GROUP_WIDTH or g == 1))
     ids = jnp.arange(e).reshape(-1, size)
+    x = rounded(backend, x, gate_up)
 
     def add(total: Array, group: tuple[ExpertWeight, ExpertWeight, Array]) -> tuple[Array, None]:
         gate_up, down, ids = group
@@ -143,7 +149,8 @@ def experts_looped(
 
         def visit(total: Array) -> Array:
             h = project(backend, x, gate_up.reshape(size, 2, f, hidden))
-            h = (jax.nn.silu(h[:, :, 0]) * h[:, :, 1]).astype(jnp.float32) * weight[..., None]
+            h = rounded(backend, jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down, axes=axes)
+            h = h.astype(jnp.float32) * weight[..., None]
             h = jnp.where(is_chosen.any(1)[..., None], h, 0.0).astype(x.dtype)
             matrix = dense(down, x.dtype)
             # One product over expert and feature is faster where it outweighs its transposed copy of the weights.
@@ -168,17 +175,17 @@ def shared_weight(gate: Float[Array, " N"], dtype: DTypeLike) -> Float[Array, "N
     return jax.nn.sigmoid(gate)[:, None].astype(dtype)
 
 
-def _with_shared(backend: Backend, y: Array, x: Array, shared: SharedExpert | None) -> Array:
-    """Adds the gated output of the shared expert to y [N, H]."""
+def _with_shared(backend: Backend, y: Array, x: Array, shared: SharedExpert | None, axes: Sequence[str] = ()) -> Array:
+    """Adds the gated output of the shared expert to y [N, H]; ``axes``: those that its features are divided over."""
     if shared is None:
         return y
     gate_up, down, gate = shared
     h = linear(backend, x, (gate_up,), swiglu=True)[0]
-    return y + shared_weight(gate, x.dtype) * linear(backend, h, (down,))[0]
+    return y + shared_weight(gate, x.dtype) * linear(backend, h, (down,), axes=axes)[0]
 
 
 def _by_xla(
-    experts: Callable[[Backend, Array, Array, Array, ExpertWeight, ExpertWeight], Array],
+    experts: Callable[[Backend, Array, Array, Array, ExpertWeight, ExpertWeight, Sequence[str]], Array],
     backend: Backend,
     x: Array,
     logits: Array,
@@ -191,6 +198,7 @@ def _by_xla(
     *,
     experts_per_token: int,
     normalise: bool,
+    axes: ExpertAxes = ((), ()),
 ) -> Array:
     """Routing, then ``experts``, one of the three forms."""
     weights, chosen = route(logits, experts_per_token, normalise)
@@ -198,7 +206,8 @@ def _by_xla(
     is_here = (local >= 0) & (local < gate_up.shape[0])
     # Idle tokens and experts of other devices get weight 0; the id is then that of a local expert.
     weights, local = jnp.where(is_here & live[:, None], weights, 0.0), jnp.where(is_here, local, 0)
-    y = _with_shared(backend, experts(backend, x, weights, local, gate_up, down), x, shared)
+    y = experts(backend, x, weights, local, gate_up, down, axes[0])
+    y = _with_shared(backend, y, x, shared, axes[1])
     return y if residual is None else residual + y
 
 
@@ -215,6 +224,7 @@ def _supports_gathered(
     *args: Any,
     experts_per_token: int,
     normalise: bool,
+    axes: ExpertAxes = ((), ()),
 ) -> str | None:
     if backend.platform == "cpu":
         return "the platform is cpu: its matrix library does not take gathered weights"
@@ -255,6 +265,7 @@ def _cpp(
     *,
     experts_per_token: int,
     normalise: bool,
+    axes: ExpertAxes = ((), ()),
 ) -> Array:
     # Weights are packed on one device only, which has all experts: ``first`` is 0.
     y = cpp.mixture(x, logits, live, gate_up, down, experts_per_token, normalise)
@@ -273,16 +284,46 @@ def _supports_triton(
     *args: Any,
     experts_per_token: int,
     normalise: bool,
+    axes: ExpertAxes = ((), ()),
 ) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
+    if takes_fp4(backend, gate_up) or takes_fp4(backend, down):
+        return "the kernel rounds no activations"
     from dflash_jax.ops.kernels.triton import experts as triton_experts
 
     return triton_experts.why_not(x.shape[0] * experts_per_token, gate_up, down)
 
 
-def _triton(backend: Backend, *args: Any, experts_per_token: int, normalise: bool) -> Array:
+def _supports_triton_fp4(
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    *args: Any,
+    experts_per_token: int,
+    normalise: bool,
+    axes: ExpertAxes = ((), ()),
+) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    if not (takes_fp4(backend, gate_up) and takes_fp4(backend, down)):
+        return "activations are not in FP4"
     from dflash_jax.ops.kernels.triton import experts as triton_experts
+    from dflash_jax.ops.kernels.triton import fp4
+
+    reasons = (fp4.why_not(backend.triton_card, w.shape[-1], [w], one_factor=True) for w in (gate_up, down))
+    return next(filter(None, reasons), triton_experts.why_not(x.shape[0] * experts_per_token, gate_up, down))
+
+
+def _triton(
+    backend: Backend, *args: Any, experts_per_token: int, normalise: bool, axes: ExpertAxes = ((), ())
+) -> Array:
+    from dflash_jax.ops.kernels.triton import experts as triton_experts
+    from dflash_jax.ops.kernels.triton import fp4
     from dflash_jax.ops.kernels.triton import routing as triton_routing
 
     def kernel(
@@ -300,16 +341,23 @@ def _triton(backend: Backend, *args: Any, experts_per_token: int, normalise: boo
         fused = shared is None or all(
             triton_experts.are_alike(w, other, card) for w, other in zip((gate_up, down), shared[:2], strict=True)
         )
-        y = triton_experts.experts_triton(card, x, weights, chosen, gate_up, down, shared if fused else None, residual)
-        return y if fused else _with_shared(backend, y, x, shared)
+        rest = shared if fused else None, residual
+        if takes_fp4(backend, gate_up):
+            y = fp4.experts(card, x, weights, chosen, gate_up, down, *rest, axes=axes[0])
+        else:
+            y = triton_experts.experts_triton(card, x, weights, chosen, gate_up, down, *rest)
+        return y if fused else _with_shared(backend, y, x, shared, axes[1])
 
     # The gradient is that of XLA's form for GPUs.
-    plain = partial(_by_xla, experts_grouped, backend, experts_per_token=experts_per_token, normalise=normalise)
+    plain = partial(
+        _by_xla, experts_grouped, backend, experts_per_token=experts_per_token, normalise=normalise, axes=axes
+    )
     return with_gradient_of(plain, kernel)(*args)
 
 
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
+    Implementation("triton, FP4", _supports_triton_fp4, _triton, is_tried=False),
     Implementation("triton", _supports_triton, _triton),
     Implementation("gathered", _supports_gathered, partial(_by_xla, experts_gathered)),
     Implementation("grouped", _supports_grouped, partial(_by_xla, experts_grouped)),
@@ -339,6 +387,7 @@ def mixture(
     *,
     experts_per_token: int,
     normalise: bool,
+    axes: ExpertAxes = ((), ()),
 ) -> Float[Array, "N H"]:
     """Routing, the chosen experts and the shared expert.
 
@@ -354,10 +403,12 @@ def mixture(
         residual: [N, H], added; None: nothing.
         experts_per_token: How many experts a token goes to.
         normalise: Whether the weights of a token's experts are normalised to a sum of 1.
+        axes: The mesh axes that F is divided over, of the experts and of the shared expert; the caller sums the results
+            of the devices.
 
     Returns:
         [N, H] in x's dtype.
     """
     args = (x, logits, live, first, gate_up, down, shared, residual)
-    options = {"experts_per_token": experts_per_token, "normalise": normalise}
+    options = {"experts_per_token": experts_per_token, "normalise": normalise, "axes": axes}
     return choose("mixture", IMPLEMENTATIONS, backend, *args, **options).call(backend, *args, **options)

@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
@@ -417,22 +417,15 @@ def _in_four_bits(weight: Float[Array, "*out I"], kind: str) -> QuantizedWeight:
     split = weight.reshape(*rows, -1, math.gcd(size, GROUPS[kind]))
     top, factor = jnp.max(jnp.abs(split), axis=-1).astype(jnp.float32), None
     if code == "e2m1":
-        # A power of two: its products and quotients are exact, also by others' readers. The largest scale is below 448.
-        factor = jnp.ldexp(jnp.float32(1), jnp.frexp(jnp.max(top) / (4 * 448))[1])
+        # A power of two: its products and quotients are exact, also by others' readers.
+        factor = _factor_of(jnp.max(top), 4)
 
     def whole(scale: Array) -> Array:
         scale = scale.astype(jnp.float32)
         return scale if factor is None else scale * factor
 
     def codes(scale: Array) -> Array:
-        scale = whole(scale)
-        x = split / jnp.where(scale == 0, 1, scale)[..., None]
-        if code == "int4":
-            return jnp.clip(jnp.round(x), -8, 7).astype(jnp.int8) + 8
-        size = jnp.abs(x)
-        # Between two numbers the one with an even code is the nearest.
-        odd, even = (size > n for n in (0.25, 1.25, 2.5, 5.0)), (size >= n for n in (0.75, 1.75, 3.5))
-        return sum(n.astype(jnp.int8) for n in (*odd, *even)) + jnp.where(x < 0, jnp.int8(8), jnp.int8(0))
+        return _codes_of(split, whole(scale), code)
 
     def tried(best: tuple[Array, Array], ratio: Array) -> tuple[tuple[Array, Array], None]:
         scale = (top / ratio / (1 if factor is None else factor)).astype(dtype)
@@ -444,6 +437,63 @@ def _in_four_bits(weight: Float[Array, "*out I"], kind: str) -> QuantizedWeight:
 
     worst = jnp.full(top.shape, jnp.iinfo(jnp.int32).max), top.astype(dtype)
     (_, scale), _ = jax.lax.scan(tried, worst, jnp.asarray(_RATIOS[code], jnp.float32))
-    pairs = codes(scale).astype(jnp.uint8).reshape(*rows, size // 2, 2)
     factor = None if factor is None else jnp.broadcast_to(factor, (*rows, 1))
-    return QuantizedWeight(pairs[..., 0] | pairs[..., 1] << 4, scale, None, factor, code)
+    return QuantizedWeight(_in_pairs(codes(scale), size), scale, None, factor, code)
+
+
+def is_nvfp4(weight: Weight) -> bool:
+    """Whether a weight is in NVFP4: e2m1, a scale in float8_e4m3fn for each 16 inputs, and a factor."""
+    if isinstance(weight, PackedWeight):
+        form = weight.form
+        inputs = math.prod(weight.shape[weight.ndim - weight.contracted :])
+        of_scales = form is not None and (form.numbers, form.scale, inputs // form.runs, form.has_zero)
+        return form is not None and form.factors > 0 and of_scales == ("e2m1", "float8_e4m3fn", GROUPS["nvfp4"], False)
+    if not isinstance(weight, QuantizedWeight) or weight.factor is None or weight.zero is not None:
+        return False
+    is_float8 = weight.scale.dtype == jnp.float8_e4m3fn
+    return weight.code == "e2m1" and is_float8 and weight.run == GROUPS["nvfp4"]
+
+
+def activations_in_nvfp4(x: Float[Array, "*batch I"], axes: Sequence[str] = ()) -> QuantizedWeight:
+    """Activations in NVFP4: a scale for each 16 inputs, for the largest of them, and a factor for each token.
+
+    The factor is a power of two, so that bfloat16 has the rounded activations exactly.
+
+    Args:
+        x: [..., I].
+        axes: The mesh axes that I is divided over: a token's factor is the same on all of its devices.
+
+    Returns:
+        The activations in the place of a weight: codes [..., I / 2], scales [..., I / 16], factors [..., 1].
+    """
+    split = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUPS["nvfp4"])
+    top = jnp.max(jnp.abs(split), axis=-1)
+    largest = jnp.max(top, axis=-1, keepdims=True)
+    factor = _factor_of(jax.lax.pmax(largest, tuple(axes)) if axes else largest, 6)
+    # XLA may divide by a constant, or multiply by its inverse.
+    scale = (top / factor * np.float32(1 / 6)).astype(jnp.float8_e4m3fn)
+    codes = _codes_of(split, scale.astype(jnp.float32) * factor, "e2m1")
+    return QuantizedWeight(_in_pairs(codes, x.shape[-1]), scale, None, factor, "e2m1")
+
+
+def _factor_of(largest: Array, number: float) -> Array:
+    """The power of two with which the scale that gives ``largest`` this number is below 448, the largest of a scale."""
+    return jnp.ldexp(jnp.float32(1), jnp.frexp(largest * np.float32(1 / (number * 448)))[1])
+
+
+def _codes_of(split: Array, scale: Array, code: str) -> Array:
+    """The codes, int8, of the numbers that are the nearest to runs [..., N, run], by the scale of each [..., N]."""
+    scale = jnp.where(scale == 0, 1, scale)[..., None]
+    if code == "int4":
+        return jnp.clip(jnp.round(split / scale), -8, 7).astype(jnp.int8) + 8
+    # Between two numbers the one with an even code is the nearest. The products are exact, while XLA may divide by
+    # multiplying with an inverse.
+    size = jnp.abs(split)
+    odd, even = (size > n * scale for n in (0.25, 1.25, 2.5, 5.0)), (size >= n * scale for n in (0.75, 1.75, 3.5))
+    return sum(n.astype(jnp.int8) for n in (*odd, *even)) + jnp.where(split < 0, jnp.int8(8), jnp.int8(0))
+
+
+def _in_pairs(codes: Array, size: int) -> Array:
+    """Codes of ``size`` inputs a row, two in a byte."""
+    pairs = codes.astype(jnp.uint8).reshape(*codes.shape[:-2], size // 2, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4

@@ -71,6 +71,11 @@ class LLMOptions:
         "weights) takes half of bfloat16's memory (default: as --dtype)",
         choices=("auto", "float32", "bfloat16", "bf16", "fp8", "fp8_e4m3"),
     )
+    activations: str | None = _models(
+        None,
+        "fp4: the inputs of weights in NVFP4 are rounded to NVFP4, too, each token by itself (default: as --dtype)",
+        choices=("auto", "fp4"),
+    )
     mesh: str | None = _models(
         None,
         "devices that share the work, such as data=2,tensor=4 (default: the config's for this machine, else one)",

@@ -7,7 +7,7 @@ Nats are those of held-out text of the standard library, in rows of 1,024 tokens
 whole weights' distribution, and how often the likeliest token is the same. Acceptance lengths are of --new-tokens after
 each prompt, greedy and at T = 0.7, in blocks of --block-size always; prompts are JSON lines {"turns": ["…"]}, as
 scripts/data/benchmark_data.py writes them, or else the beginnings of the held-out text. Each drafted text is plain
-decoding's, or the row says of how many it is not.
+decoding's, or the row says of how many it is not. The form nvfp4-fp4 is nvfp4 with activations in FP4.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from dflash_jax.process import exit_code
 from dflash_jax.training.corpus import standard_library
 
 ROW = 1024
+W4A4 = "nvfp4-fp4"
 
 
 @jax.jit
@@ -91,7 +92,7 @@ def bits(target: Decoder, whole: Decoder) -> float:
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", choices=("bundled", "smollm2"), default="bundled")
-    p.add_argument("--forms", nargs="+", choices=QUANTIZE, default=list(QUANTIZE), metavar="FORM")
+    p.add_argument("--forms", nargs="+", choices=(*QUANTIZE, W4A4), default=[*QUANTIZE, W4A4], metavar="FORM")
     p.add_argument("--data", type=Path, metavar="FILE")
     for name, default in (("prompts", 16), ("rows", 24), ("new-tokens", 128), ("block-size", 8)):
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help="default: %(default)s")
@@ -112,7 +113,8 @@ def run(args) -> int:
         lines = lines[:: max(1, len(lines) // args.prompts)][: args.prompts]
         prompts = [whole.encode_chat([{"role": "user", "content": json.loads(x)["turns"][0]}]) for x in lines]
     for form in args.forms:
-        llm = whole if form == "none" else LLM(*pair, quantize=form, max_len=2048, slots=args.prompts)
+        options = {"quantize": "nvfp4", "activations": "fp4"} if form == W4A4 else {"quantize": form}
+        llm = whole if form == "none" else LLM(*pair, **options, max_len=2048, slots=args.prompts)
         row = {"form": form, "bits": bits(llm.target, whole.target)}
         found.append(row | judge(llm.target, whole.target, rows) | accept(llm, prompts, args))
         print(table(found).splitlines()[-1], flush=True)

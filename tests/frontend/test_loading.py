@@ -43,5 +43,5 @@ def test_drafters_that_nobody_names_have_names():
 def test_missing_kernels_of_a_gpu_are_said_where_they_are_wanted(kernels, is_said, monkeypatch, caplog):
     backend = Backend("cuda", HOPPER, kernels, "the platform is cuda", "Triton is not installed")
     monkeypatch.setattr(Backend, "detect", lambda _: backend)
-    assert prepare_backend(kernels) is backend
+    assert prepare_backend(kernels) == backend
     assert ("without Triton kernels" in caplog.text) == is_said

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import LLM, InputError, SamplingParams
@@ -25,16 +25,18 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.slots import Slots
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.loading import draft_vocabulary
+from dflash_jax.models import layers
 from dflash_jax.models.config import ConvSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import together
 from dflash_jax.models.kv_scales import SCALES
 from dflash_jax.models.layers import Attention
-from dflash_jax.ops import attention, cache, cache_write
+from dflash_jax.ops import attention, cache, cache_write, moe
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import FP8, KVCache
-from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
+from dflash_jax.ops.weights import quantize
+from dflash_jax.parallel.sharding import AxisSharding, Layout, parameter_paths, spec
 from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
 from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
@@ -318,6 +320,54 @@ def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device(
             assert parting is None or parting.is_tie
     assert cached > 0
     assert all(c.k.dtype == FP8 for c in eight.engine.runner.state.target if isinstance(c, KVCache))
+
+
+@pytest.mark.parametrize("part", ["linear map", "experts", "shared expert"])
+def test_activations_that_devices_share_are_rounded_as_on_one(part):
+    """What is tiny beside another device's inputs loses the same bits: only such inputs have weights."""
+    source, backend = Source(1), replace(XLA, fp4_activations=True)
+    tiny = np.exp2(-16.0 * (np.arange(64) >= 32)).astype(np.float32)
+    down = quantize(source.normal(8, 64) * (tiny < 1), "nvfp4").spread(2)
+
+    def apply(x, weight, axes=()):
+        return layers.output(backend, x, weight, 1, AxisSharding(axes), None)
+
+    def mix(x, experts, shared, axes=()):
+        of_shared = (*shared, jnp.full(5, 9.0 if part == "shared expert" else -jnp.inf))
+        options = {"experts_per_token": 1, "normalise": True, "axes": (axes, axes)}
+        y = moe.mixture(
+            backend, x, jnp.zeros((5, 1)), jnp.full(5, part == "experts"), 0, *experts, of_shared, **options
+        )
+        return AxisSharding(axes).sum(y)
+
+    if part == "linear map":
+        call, args, specs = apply, (source.normal(5, 64) * tiny, down), (P(None, "tensor"), P(None, "tensor"))
+    else:
+        x, gate_up = (jnp.abs(source.normal(*shape)) for shape in ((5, 8), (2, 64, 8)))
+        weights = [quantize(gate_up * np.sqrt(tiny)[:, None], "int8"), down]
+        call, args = mix, (x, [jax.tree.map(lambda a: a[None], w) for w in weights], weights)
+        specs = P(), [P(None, None, "tensor"), P(None, None, "tensor")], [P(None, "tensor"), P(None, "tensor")]
+    options = {
+        "mesh": Mesh(np.array(jax.devices()[:2]), ("tensor",)),
+        "in_specs": specs,
+        "out_specs": P(),
+        "check_vma": False,
+    }
+    found, right = jax.jit(jax.shard_map(partial(call, axes=("tensor",)), **options))(*args), jax.jit(call)(*args)
+    assert jnp.abs(right).max() > 0
+    np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4 * float(jnp.abs(right).max()))
+
+
+def test_activations_in_fp4_give_the_text_of_one_device():
+    """Attention's outputs and experts' features are divided; where a run of inputs would be, it is refused."""
+    options = {"draft": None, "quantize": "nvfp4", "activations": "fp4", "max_len": 128}
+    params = SamplingParams(max_tokens=32)
+    (expected,) = LLM(**options).generate(["def f("], params)
+    (found,) = (divided := LLM(mesh="data=2,tensor=2", **options)).generate(["def f("], params)
+    parting = divergence(divided, found.prompt_ids, expected.token_ids, found.token_ids, params)
+    assert parting is None or parting.is_tie
+    with pytest.raises(InputError, match="activations 'fp4': devices of mesh tensor=8 share runs of inputs of layers"):
+        LLM(mesh="tensor=8", **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -41,6 +41,8 @@ from tools.triton_interpreter import interpreting, small_grids
 BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Backend.xla("tpu"), XLA)
 # Compared in tests/ops/kernels, with tolerances for bfloat16, which alone they support.
 ELSEWHERE = {("gated_delta", "triton, chunks"), ("advance", "triton, chunks")}
+# Compared in tests/ops/kernels/triton/test_fp4.py, with rounded activations.
+ELSEWHERE |= {("linear", "triton, FP4"), ("mixture", "triton, FP4")}
 
 
 def attention_cases(cached=None):

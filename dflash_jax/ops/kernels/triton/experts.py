@@ -40,7 +40,7 @@ MAX_CHOICES = 1 << 16
 
 
 @triton.jit
-def _block_plan(
+def block_plan(
     chosen, weights, order, block_expert, blocks, block,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, M: tl.constexpr, SB: tl.constexpr,
     SORTED: tl.constexpr,
@@ -84,7 +84,7 @@ def _gate_up(
 ):  # fmt: skip
     """Computes h [S, F] = silu(gate · x) · (up · x)."""
     block = tl.program_id(0)
-    is_used, e, token, place = _block_plan(
+    is_used, e, token, place = block_plan(
         chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED
     )
     if is_used:
@@ -116,9 +116,7 @@ def _down(
 ):  # fmt: skip
     """Computes y [C + N, H] = down · h: the choices' rows in their order, then the shared expert's."""
     block = tl.program_id(0)
-    is_used, e, _, place = _block_plan(
-        chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED
-    )
+    is_used, e, _, place = block_plan(chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED)
     if is_used:
         weight, weight_scale, weight_more = values, scale, more
         if block < SB:
@@ -293,13 +291,18 @@ def experts_triton(
         num_warps=warps, num_stages=stages_within(stages, step, card), FORM=second.form, BN=block_n, BF=block_f,
         **sizes,
     )  # fmt: skip
-    routed = y[:c].reshape(n, top, hidden).astype(jnp.float32)
+    return joined(y, weights, shared_gate, residual).astype(x.dtype)
+
+
+def joined(
+    y: Float[Array, "rows H"], weights: Float[Array, "N top"], gate: Array | None, residual: Array | None
+) -> Float[Array, "N H"]:
+    """The choices' results by their weights, the shared expert's after them by its gate, and the residual, float32."""
+    y, routed = y.astype(jnp.float32), y[: weights.size].astype(jnp.float32).reshape(*weights.shape, -1)
     total = jnp.sum(jnp.where(weights[..., None] != 0, routed * weights[..., None], 0.0), axis=1)
-    if shared_gate is not None:
-        total += jax.nn.sigmoid(shared_gate.astype(jnp.float32))[:, None] * y[c:].astype(jnp.float32)
-    if residual is not None:
-        total += residual.astype(jnp.float32)
-    return total.astype(x.dtype)
+    if gate is not None:
+        total += jax.nn.sigmoid(gate.astype(jnp.float32))[:, None] * y[weights.size :]
+    return total if residual is None else total + residual.astype(jnp.float32)
 
 
 def _one_token(
