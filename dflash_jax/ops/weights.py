@@ -404,7 +404,7 @@ def quantize(weight: Float[Array, "*out I"], kind: str, runs: int = 1) -> Quanti
     dtype, largest = (jnp.float8_e4m3fn, 448.0) if kind == "fp8" else (jnp.int8, 127.0)
     split = weight.astype(jnp.float32).reshape(*weight.shape[:-1], runs, -1)
     top = jnp.max(jnp.abs(split), axis=-1)
-    scale = jnp.where(top > 0, top, 1.0) / largest
+    scale = jnp.where(top == 0, 1.0, top) / largest
     values = split / scale[..., None]
     if dtype == jnp.int8:
         values = jnp.round(values)
