@@ -328,7 +328,7 @@ def stream_tensors(
         for name, tensor in bar(tensors.items(), description="converting", total=len(tensors), unit="tensor"):
             left = math.prod(tensor.shape)
             for piece in tensor.pieces():
-                with np.errstate(over="ignore"):
+                with np.errstate(over="ignore", invalid="ignore"):
                     array = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False))
                 if not np.isfinite(array).all():
                     what = f"tensor {name!r} made of it has numbers that are not finite in {tensor.dtype.name}"

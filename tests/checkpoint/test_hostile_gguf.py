@@ -11,7 +11,17 @@ import pytest
 
 from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.gguf_config import llama3_scaling
-from dflash_jax.checkpoint.gguf_file import F32, I64, MOST_BYTES, MOST_ENTRIES, MOST_ITEMS, Q4_0, GgufFile, GgufTensor
+from dflash_jax.checkpoint.gguf_file import (
+    BF16,
+    F32,
+    I64,
+    MOST_BYTES,
+    MOST_ENTRIES,
+    MOST_ITEMS,
+    Q4_0,
+    GgufFile,
+    GgufTensor,
+)
 from dflash_jax.errors import InputError
 from tests import llama_cpp
 from tests.checkpoint.test_gguf import make
@@ -105,6 +115,11 @@ def test_tensors_of_hostile_shapes_give_an_input_error_or_a_model(name, kind, tm
         others = [GgufTensor(shape, F32, np.ones((*shape[:-1], shape[-1] * 4), np.uint8)) for shape in SHAPES]
         # Whole numbers, and one number of four bits, whose rows are no vectors.
         odd = [GgufTensor((64,), I64, np.ones(512, np.uint8)), GgufTensor((32,), Q4_0, np.ones(18, np.uint8))]
+        # Signalling NaNs.
+        nans = np.tile(
+            np.array([129, 127], np.uint8), (*file.tensors[tensor].shape[:-1], file.tensors[tensor].shape[-1])
+        )
+        odd.append(GgufTensor(file.tensors[tensor].shape, BF16, nans))
         for other in (None, *others, *odd):
             file.tensors = {n: t for n, t in (tensors | {tensor: other}).items() if t is not None}
             (tmp_path / "hf").mkdir()
