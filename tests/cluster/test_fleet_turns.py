@@ -469,11 +469,11 @@ def test_a_session_stays_at_its_engine_whatever_its_prompt():
 
 @pytest.mark.parametrize(
     "info",
-    [{"model_path": "other"}, {"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "int8"}],
+    [{"model_path": "other"}, {"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "int8"}, {"activations": "fp4"}],
     ids=lambda info: min(info),
 )
 def test_an_engine_of_another_model_gets_no_requests(info, caplog):
-    """Also of one with other keys and values, which would go on with other tokens."""
+    """Also of one with other numbers, which would go on with other tokens."""
 
     async def main():
         async with engines("a") as (fleet, script):
