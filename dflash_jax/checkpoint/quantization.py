@@ -29,6 +29,8 @@ GROUP, MX_GROUP = 16, 32
 COMPRESSED, GPTQ, GPTQ_V2, AWQ = "compressed-tensors", "gptq", "gptq_v2", "awq"
 # Of a file of ModelOpt beside config.json.
 MODELOPT_FILE = "hf_quant_config.json"
+# Keys that say what keys and values are.
+OF_CACHES = ("kv_cache_scheme", "kv_cache_quant_algo")
 # Prefixes of a text model's modules, of which a config may name another one than the files have.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 # Characters and memory of a pattern at most, expressions that are one pattern, and processor time for all patterns and
@@ -192,12 +194,14 @@ class Quantization:
         ignored: Modules that are not quantized.
         groups: Modules that are, and how.
         default: What a module is that neither names; None: not quantized.
-        caches: What is said of keys and values, which stay in the model's dtype here; None: nothing.
+        caches: What is said of keys and values; None: nothing.
+        has_fp8_scales: Whether scales of keys and values, where there are any, are of FP8.
     """
 
     def __init__(self, key: str, default: Claim | None = None, is_official: bool = False):
         self.key, self.default, self.is_official = key, default, is_official
         self.caches: str | None = None
+        self.has_fp8_scales = True
         budget = Budget()
         self.ignored, self.groups = Names(budget), Names(budget)
 
@@ -225,10 +229,24 @@ def read(raw: dict, directory: Path) -> Quantization | None:
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in READERS:
         raise InputError(f"{directory} is quantized by {shown(method)}: fp8, {', '.join(FORMATS)} are read here")
     path = directory / MODELOPT_FILE if quantization is beside else directory
-    found = parsed(lambda _: READERS[method](quantization), raw, path)
-    caches = [d[k] for d in (quantization, beside) for k in ("kv_cache_scheme", "kv_cache_quant_algo") if d.get(k)]
-    found.caches = shown(caches[0]) if caches else None
+    # ModelOpt may say only in its own file what keys and values are.
+    both = quantization if _caches(quantization) else quantization | {k: beside[k] for k in OF_CACHES if k in beside}
+    found = parsed(lambda _: READERS[method](both), raw, path)
+    if caches := _caches(both):
+        found.caches, found.has_fp8_scales = shown(caches), _is_fp8(caches)
     return found
+
+
+def _caches(raw: dict) -> Any:
+    """What a quantization config says of keys and values; None: nothing."""
+    return next((raw[key] for key in OF_CACHES if raw.get(key)), None)
+
+
+def _is_fp8(caches: Any) -> bool:
+    """Whether it is FP8. ModelOpt's scales of NVFP4 are six times smaller."""
+    if isinstance(caches, dict):
+        return caches.get("num_bits") == 8 and caches.get("type") == "float"
+    return isinstance(caches, str) and caches.upper().startswith("FP8")
 
 
 def _section(raw: dict, directory: Path) -> tuple[Any, Any, dict]:
@@ -271,13 +289,18 @@ def _read_fp8(raw: dict) -> Quantization:
 
 
 def _read_modelopt(raw: dict) -> Quantization:
-    """ModelOpt's: of one kind, or of mixed precision, where only ``quantized_layers`` tells what a module is."""
+    """ModelOpt's: of one kind, of keys and values alone, or of mixed precision.
+
+    Only ``quantized_layers`` tells what a module of mixed precision is.
+    """
     excluded = "ignore" if raw.get("ignore") is not None else "exclude_modules"
     if raw.get("quant_algo") == "MIXED_PRECISION":
         found = Quantization("quantized_layers")
         for name, value in section("quantized_layers", raw.get("quantized_layers")).items():
             entry = section(f"quantized_layers[{shown(name)}]", value)
             found.groups.add("quantized_layers", [name], _of_algorithm(entry), is_wildcard=True)
+    elif raw.get("quant_algo") is None and _caches(raw):
+        found = Quantization("quant_algo")
     else:
         found = Quantization(f"quant_algo and {excluded}", default=_of_algorithm(raw))
     found.ignored.add(excluded, words(excluded, raw.get(excluded) or []), None, is_wildcard=True)
@@ -302,7 +325,9 @@ def _read_compressed(raw: dict) -> Quantization:
         value = raw.get(key)
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise InputError(f"{key} is {shown(value)}: it changes the numbers, and is not known here")
-    for name, value in section("config_groups", raw.get("config_groups")).items():
+    groups = raw.get("config_groups")
+    # Of keys and values alone it may be missing.
+    for name, value in section("config_groups", {} if groups is None and _caches(raw) else groups).items():
         key = f"config_groups[{shown(name)}]"
         group = section(key, value)
         claim = _of_weights(section(f"{key}.weights", group.get("weights") or {}), f"{key}.weights")

@@ -58,6 +58,8 @@ FLOATS, WHOLE = ("F32", "BF16", "F16"), ("I32", "I64")
 # Scales of activations, after the name of a module; scales of keys and values, after that of an attention.
 OF_INPUTS = ("input_scale", "input_global_scale", "input_zero_point")
 OF_CACHES = ("k_scale", "v_scale", "q_scale", "k_proj.k_scale", "v_proj.v_scale")
+# Least scale of keys and values; the largest is its reciprocal.
+LEAST_SCALE = 1e-18
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,7 @@ def kv_scales(entries: Iterable[Entry], files: Tensors) -> dict[str, np.ndarray]
     """The scales of keys and values among ``files``, float32 [1] or [K], by path, as ``layers.3.mixer.k_scale``.
 
     Raises:
-        InputError: A scale is no positive number, or its shape is another one.
+        InputError: A scale is out of range, or its shape is another one.
     """
     found = {}
     for entry in entries:
@@ -375,8 +377,12 @@ def kv_scales(entries: Iterable[Entry], files: Tensors) -> dict[str, np.ndarray]
                 raise InputError(
                     f"{name!r} has shape {list(files[name])}: it must be one scale, or one a head, {heads}"
                 )
-            if not (np.isfinite(scales) & (scales > 0)).all():
-                raise InputError(f"tensor {name!r} has a scale that is no positive number: it must be above 0")
+            # Products with smaller and larger ones would not be finite.
+            if not (is_right := (scales >= LEAST_SCALE) & (scales <= 1 / LEAST_SCALE)).all():
+                wrong = scales[~is_right][0].item()
+                raise InputError(
+                    f"tensor {name!r} has the scale {wrong:g}: it must be from {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+                )
             found[f"{entry.path}_scale"] = scales
     return found
 

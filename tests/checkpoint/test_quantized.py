@@ -1,6 +1,7 @@
 """Checkpoints in few bits as others publish them: the numbers, the configuration, damage. Meshes: tests/mesh."""
 
 import json
+import re
 import shutil
 import time
 
@@ -16,7 +17,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
-from dflash_jax.checkpoint.load import load_target, open_any, open_target, read_kv_scales
+from dflash_jax.checkpoint.load import load_target, open_any, open_target, read_kv_scales, save_module
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -382,18 +383,72 @@ def test_scales_of_keys_and_values_are_the_checkpoints(is_converted, copied, tmp
     np.testing.assert_array_equal(llm.target.layers[layer].mixer.v_scale[...], each)
 
 
-@pytest.mark.parametrize(
-    ("scale", "fault"),
-    [
-        (np.zeros((), np.float32), "has a scale that is no positive number: it must be above 0"),
-        (np.array(np.nan, np.float32), "has a scale that is no positive number"),
-        (np.ones(3, np.float32), r"has shape \[3\]: it must be one scale, or one a head"),
-    ],
-)
-def test_scales_of_keys_that_are_none_are_refused(scale, fault, copied):
+KV_ALONE = {
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8", "ignore": ["*"]}, None),
+    "modelopt scheme": (
+        {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+        None,
+    ),
+    "file of modelopt": (None, {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}),
+    "both of modelopt": ({"quant_method": "modelopt", "quant_algo": None}, {"kv_cache_quant_algo": "FP8"}),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": None,
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        },
+        None,
+    ),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "NVFP4"}, None),
+    "int8": (
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"}},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", KV_ALONE)
+def test_keys_and_values_alone_may_be_quantized(form, tmp_path):
+    """Weights are plain, and scales are used with FP8 where they are FP8's: those of NVFP4 would cut numbers off."""
+    config, own = KV_ALONE[form]
+    target = random_decoder(families.read_target(TARGET), 1)
+    raw = TARGET | ({"quantization_config": config} if config else {})
+    entries = families.target_family(TARGET).weight_names(target.config, ())
+    save_module(target, entries, raw, tmp_path, np.float32)
+    if own:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    change(tmp_path, {KV.format(f"{x}_proj.{x}_scale"): np.array(0.125, np.float32) for x in "kv"})
+    loaded = load_target(tmp_path)
+    for path, weight in weights(loaded).items():
+        np.testing.assert_array_equal(weight, weights(target)[path], err_msg=path)
+    is_fp8 = form not in ("nvfp4", "int8")
+    forms = read_shapes(str(tmp_path), None).forms
+    assert forms.not_used(has_fp8_caches=True) == ([] if is_fp8 else ["1 x k_scale", "1 x v_scale"])
+    assert forms.not_used(has_fp8_caches=False)[:2] == ["1 x k_scale", "1 x v_scale"]
+    found = with_fp8_caches(loaded, read_kv_scales(tmp_path, loaded.config))
+    right = with_fp8_caches(loaded).layers[1].mixer
+    for name in ("k_scale", "v_scale"):
+        scale = np.asarray(getattr(found.layers[1].mixer, name)[...])
+        assert (scale == 0.125).all() == is_fp8
+        assert is_fp8 or np.array_equal(scale, getattr(right, name)[...])
+
+
+@pytest.mark.parametrize("value", [0, -1, np.nan, np.inf, -np.inf, 1e-38, 3e38])
+def test_scales_of_keys_that_are_none_are_refused(value, copied):
+    """Numbers divided by those of them that are above 0 would be NaN, or queries times them infinite."""
     path = copied("mixed")
-    change(path, {KV.format("k_proj.k_scale"): scale})
-    with pytest.raises(InputError, match=fault):
+    change(path, {KV.format("k_proj.k_scale"): np.array(value, np.float32)})
+    message = (
+        f"config.json: tensor '{KV.format('k_proj.k_scale')}' has the scale {value:g}: it must be from 1e-18 to 1e+18"
+    )
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_kv_scales(path, open_target(path).config)
+
+
+def test_scales_of_keys_of_another_shape_are_refused(copied):
+    path = copied("mixed")
+    change(path, {KV.format("k_proj.k_scale"): np.ones(3, np.float32)})
+    with pytest.raises(InputError, match=r"has shape \[3\]: it must be one scale, or one a head"):
         read_kv_scales(path, open_target(path).config)
 
 
