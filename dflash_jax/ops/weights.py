@@ -466,7 +466,8 @@ def activations_in_nvfp4(x: Float[Array, "*batch I"], axes: Sequence[str] = ()) 
     Returns:
         The activations in the place of a weight: codes [..., I / 2], scales [..., I / 16], factors [..., 1].
     """
-    split = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUPS["nvfp4"])
+    run = GROUPS["nvfp4"]
+    split = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // run, run)
     top = jnp.max(jnp.abs(split), axis=-1)
     largest = jnp.max(top, axis=-1, keepdims=True)
     factor = _factor_of(jax.lax.pmax(largest, tuple(axes)) if axes else largest, 6)
