@@ -26,8 +26,10 @@ FP8 = ("fp8 tensor", "fp8 channel", "fp8 block", "fp8 modelopt")
 NUMBERS = (*CODES, "int8", "fp8")
 # Of integers, those of COMPRESSED that are not packed are UNPACKED.
 UNPACKED = ("int8 channel", "int8 naive", "int8 tensor")
-COMPRESSED = ("int4 group", "int4 asymmetric", "int4 channel", "int8 asymmetric", *UNPACKED)
-PACKED = ("gptq", "gptq asymmetric", "gptq_v2 asymmetric", "gptq eight", "awq", "awq symmetric")
+# Inputs of those in ACT_ORDER are in another order than that of their groups.
+ACT_ORDER = ("int8 act-order", "gptq act-order", "gptq asymmetric act-order")
+COMPRESSED = ("int4 group", "int4 asymmetric", "int4 channel", "int8 asymmetric", ACT_ORDER[0], *UNPACKED)
+PACKED = ("gptq", "gptq asymmetric", "gptq_v2 asymmetric", "gptq eight", "awq", "awq symmetric", *ACT_ORDER[1:])
 MICROSCALING = ("mxfp4", "mxfp4 modelopt", "mxfp8")
 # Those whose heads are in few bits, too.
 WITH_HEAD = ("fp8 channel", "nvfp4 compressed", "mixed", "int4 asymmetric", "gptq eight")
@@ -118,13 +120,15 @@ def integers(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, n
     grid = (1, 1) if form == "int8 tensor" else (rows, 1 if is_of_rows else columns // GROUP)
     codes = rng.integers(0, 2**bits, (*lead, rows, columns), np.uint8)
     zero = np.full((*lead, *grid), middle)
-    if form.endswith("asymmetric") or form in ("awq", "int8 naive"):
+    if "asymmetric" in form or form in ("awq", "int8 naive"):
         zero = rng.integers(0, 2**bits, zero.shape)
     # AutoRound's scales have signs.
     signs = rng.choice([-1, 1], zero.shape) if form == "int4 group" else 1
     scale = (signs * rng.uniform(0.005, 0.02, zero.shape)).astype(np.float16 if is_packed else ml_dtypes.bfloat16)
     sizes = rows // grid[0], columns // grid[1]
     each = [x.repeat(sizes[0], -2).repeat(sizes[1], -1) for x in (zero, scale.astype(np.float32))]
+    order = rng.permutation(columns) if form in ACT_ORDER else np.arange(columns)
+    each, group_of = [x[..., order] if x.shape[-1] == columns else x for x in each], order // GROUP
     value = (codes.astype(np.int64) - each[0]).astype(np.float32) * each[1]
     at = name.removesuffix(".weight")
     if is_packed:
@@ -140,7 +144,7 @@ def integers(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, n
             zero = zero if form.startswith("gptq_v2") else (zero - 1) % 2**bits
         tensors = {f"{at}.qweight": words, f"{at}.qzeros": in_words(zero, bits), f"{at}.scales": scale}
         if form != "awq":
-            tensors[f"{at}.g_idx"] = (np.arange(columns) // GROUP).astype(np.int32)
+            tensors[f"{at}.g_idx"] = group_of.astype(np.int32)
     elif form in UNPACKED:
         tensors = {name: (codes.astype(np.int32) - middle).astype(np.int8), f"{name}_scale": scale}
         if form == "int8 naive":
@@ -150,7 +154,9 @@ def integers(form: str, name: str, weight: np.ndarray, rng) -> tuple[dict[str, n
     else:
         tensors = {f"{name}_packed": in_words(codes, bits), f"{name}_scale": scale}
         tensors[f"{name}_shape"] = np.asarray(weight.shape, np.int64)
-        if form.endswith("asymmetric"):
+        if form in ACT_ORDER:
+            tensors[f"{name}_g_idx"] = group_of.astype(np.int32)
+        elif form.endswith("asymmetric"):
             tensors[f"{name}_zero_point"] = in_words(zero.swapaxes(-1, -2), bits).swapaxes(-1, -2)
         elif not lead:
             tensors[f"{name}_g_idx"] = np.full(columns, -1, np.int32)
@@ -218,9 +224,10 @@ def config(form: str, layers: int = 2) -> dict:
         if form.startswith("awq"):
             return packed | {"quant_method": "awq", "version": "gemm", "zero_point": not is_symmetric}
         version = form.split()[0]
-        gptq = {"quant_method": "gptq", "checkpoint_format": version, "sym": is_symmetric, "desc_act": False}
+        gptq = {"quant_method": "gptq", "checkpoint_format": version, "sym": is_symmetric}
+        gptq |= {"desc_act": form in ACT_ORDER, "lm_head": form in WITH_HEAD}
         dense = ("-:.*shared_expert_gate.*", *([] if form in WITH_HEAD else ["-:^lm_head$"]))
-        return packed | gptq | {"lm_head": form in WITH_HEAD, "dynamic": {name: {} for name in dense}}
+        return packed | gptq | {"dynamic": {name: {} for name in dense}}
     if form == "mxfp4 modelopt":
         return {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32}
     weights: dict = {"num_bits": 8, "type": "float", "strategy": form.split()[-1], "symmetric": True}
@@ -230,7 +237,8 @@ def config(form: str, layers: int = 2) -> dict:
         kind = {"tensor": "tensor", "channel": "channel", "naive": "channel"}.get(form.split()[-1], "group")
         is_symmetric = not form.endswith(("asymmetric", "naive"))
         weights = {"num_bits": int(form[3]), "type": "int", "strategy": kind, "symmetric": is_symmetric}
-        weights |= {"group_size": GROUP if kind == "group" else None, "actorder": "weight", "observer": "mse"}
+        order = "group" if form in ACT_ORDER else "weight"
+        weights |= {"group_size": GROUP if kind == "group" else None, "actorder": order, "observer": "mse"}
     if form == "fp8 block":
         weights["block_structure"] = [BLOCK, BLOCK]
     if form == "nvfp4 compressed":

@@ -64,12 +64,14 @@ def _disk_parts(
             yield Tensor(name, arrays["array"].shape), arrays["array"]
             continue
         entry = entries[name]
-        if "array" in arrays:
-            yield from zip(entry.tensors, entry.write(arrays["array"]), strict=True)
-        else:
-            parts = quantized.stored_of(entry, tensors, form)
+        parts = quantized.stored_of(entry, tensors, form)
+        if "array" not in arrays:
             in_few_bits |= {part.name: part for stored in parts for part in stored.parts}
             yield from quantized.write(entry, parts, arrays)
+        elif not parts:
+            yield from zip(entry.tensors, entry.write(arrays["array"]), strict=True)
+        elif f"extra {parts[0].values.name}" not in manifest["records"]:
+            raise InputError(f"{directory} was multiplied out when it was converted: that has no way back")
 
 
 def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:
@@ -85,7 +87,8 @@ def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iter
         The number of tensors.
 
     Raises:
-        InputError: ``source`` is no conversion or was quantized on the way, or ``target`` cannot be written.
+        InputError: ``source`` is no conversion, or was quantized or multiplied out on the way, or ``target`` cannot be
+            written.
     """
     if not orbax.is_orbax(source):
         raise InputError(f"{source} is not a checkpoint of dflash convert hf-to-orbax: it has no {orbax.MANIFEST}")

@@ -297,12 +297,15 @@ class Streamed:
     pieces: Callable[[], Iterator[np.ndarray]]
 
 
-def stream_tensors(path: Path, tensors: Mapping[str, Streamed], check: Callable[[], object] = lambda: None) -> None:
+def stream_tensors(
+    path: Path, tensors: Mapping[str, Streamed], source: str | Path, check: Callable[[], object]
+) -> None:
     """Writes a safetensors file of little memory.
 
     Args:
         path: The file.
         tensors: Name → tensor.
+        source: The file that they are made of, for errors.
         check: Is called when the file has its header and its size, before the long part.
 
     Raises:
@@ -325,10 +328,11 @@ def stream_tensors(path: Path, tensors: Mapping[str, Streamed], check: Callable[
         for name, tensor in bar(tensors.items(), description="converting", total=len(tensors), unit="tensor"):
             left = math.prod(tensor.shape)
             for piece in tensor.pieces():
-                with np.errstate(over="ignore"):
+                with np.errstate(over="ignore", invalid="ignore"):
                     array = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False))
                 if not np.isfinite(array).all():
-                    raise InputError(f"tensor {name!r} has numbers that are not finite in {tensor.dtype.name}")
+                    what = f"tensor {name!r} made of it has numbers that are not finite in {tensor.dtype.name}"
+                    raise InputError(f"{source}: {what}")
                 left -= array.size
                 file.write(array.reshape(-1).view(np.uint8).data)
             if left:

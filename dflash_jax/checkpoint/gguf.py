@@ -83,7 +83,7 @@ def write(file: GgufFile, directory: Path, dtype: str | None = None) -> dict:
         if is_drafter or config.get("mtp_num_hidden_layers"):
             _of_file(file, directory, open_drafter)
 
-    stream_tensors(directory / "model.safetensors", tensors, check)
+    stream_tensors(directory / "model.safetensors", tensors, file.path, check)
     # Its numbers tell whether it is needed.
     if TOKENS in outputs:
         check()
@@ -96,6 +96,7 @@ def _of_file(file: GgufFile, directory: Path, read: Callable[[Path], object]) ->
         read(directory)
     except InputError as error:
         message = error.args[0].replace(f"{directory / 'config.json'}", f"{file.path}")
+        message = message.replace("does not fit its config.json,", "does not fit its metadata, by Hugging Face's names")
         raise InputError(message.replace(f"{directory}", f"{file.path}"), *error.args[1:]) from None
 
 

@@ -33,9 +33,10 @@ SIZES = {
 PLAIN = {F32: ("<f4", "f4"), F16: ("<f2", "f4"), I32: ("<i4", "i8"), I64: ("<i8", "i8")}
 # Kinds with one scale for each 32 numbers and no minimum: their bits.
 BITS = {Q4_0: 4, Q8_0: 8}
-# Most items of an array, dimensions of a tensor, letters of its name, and bytes of alignment: more than any published
-# file has.
-MOST_ITEMS, MOST_DIMENSIONS, MOST_LETTERS, MOST_ALIGNMENT = 2**23, 8, 200, 2**20
+# Most bytes of a header, its keys and tensors, and the items of all arrays.
+MOST_BYTES, MOST_ENTRIES, MOST_ITEMS = 2**28, 2**17, 2**23
+# Most dimensions of a tensor, letters of its name, and bytes of alignment. No published file has more of any of these.
+MOST_DIMENSIONS, MOST_LETTERS, MOST_ALIGNMENT = 8, 200, 2**20
 # The name of one of several files of a model, which count from 1.
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -149,7 +150,9 @@ class GgufFile:
         self._headers = [first if Path(path).name == Path(name).name else _Header(name) for name in names]
         self.path, self.metadata = names[0], self._headers[0].metadata
         self.tensors: dict[str, GgufTensor] = {}
-        for name, header in zip(names, self._headers, strict=True):
+        for number, (name, header) in enumerate(zip(names, self._headers, strict=True)):
+            if len(names) > 1:
+                header.check_part(number, len(names))
             if both := header.tensors.keys() & self.tensors.keys():
                 raise InputError(f"{name} has the tensor {min(both)!r}, which a part before it has, too")
             self.tensors |= header.tensors
@@ -175,7 +178,9 @@ class GgufFile:
 
 def _parts(path: str | Path, count: object) -> list[str | Path]:
     """The files of a model of which ``path`` is one."""
-    if type(count) is not int or count <= 1:
+    if type(count) is not int:
+        raise InputError(f"{path}: split.count is {reprlib.repr(count)}: it must be a whole number")
+    if count <= 1:
         return [path]
     named = PART.fullmatch(Path(path).name)
     if named is None or int(named[3]) != count:
@@ -211,7 +216,15 @@ class _Header:
         if version not in VERSIONS:
             raise InputError(f"{path} is GGUF of version {version}, or big-endian: known are little-endian 2 and 3")
         tensors, pairs = self._number("Q"), self._number("Q")
-        self.metadata = {self._string(): self._value(self._number("I")) for _ in range(pairs)}
+        for what, count in (("tensors", tensors), ("keys", pairs)):
+            if count > MOST_ENTRIES:
+                raise InputError(f"{path} is corrupt: it has {count} {what}, at most {MOST_ENTRIES} are read")
+        self.metadata, self._items = {}, 0
+        for _ in range(pairs):
+            key = self._string()
+            if key in self.metadata:
+                raise InputError(f"{path} is corrupt: it has the key {reprlib.repr(key)} twice")
+            self.metadata[key] = self._value(key, self._number("I"))
         places = {}
         for _ in range(tensors):
             name = self._string()
@@ -232,6 +245,12 @@ class _Header:
             if begin < end:
                 raise InputError(f"{path} is corrupt: the tensors {name!r} and {after!r} overlap")
 
+    def check_part(self, number: int, count: int) -> None:
+        """Raises InputError where the file says that it is another part than its name."""
+        for key, right in (("split.no", number), ("split.count", count)):
+            if (found := self.metadata.get(key)) != right:
+                raise InputError(f"{self.path} has {key} {reprlib.repr(found)}: by its name it must be {right}")
+
     def release(self) -> None:
         if isinstance(self._map.base, mmap.mmap):
             self._map.base.madvise(mmap.MADV_DONTNEED)
@@ -240,6 +259,8 @@ class _Header:
         """The next ``size`` bytes of the header. Every length in the file is checked here against the file's size."""
         if self._at + size > len(self._bytes):
             raise InputError(f"{self.path} is truncated or corrupt: it ends inside its header")
+        if self._at + size > MOST_BYTES:
+            raise InputError(f"{self.path} is corrupt: its header has more than {MOST_BYTES} bytes")
         self._at += size
         return self._bytes[self._at - size : self._at].tobytes()
 
@@ -253,20 +274,24 @@ class _Header:
         except UnicodeDecodeError:
             raise InputError(f"{self.path} is corrupt: its header has text that is not UTF-8") from None
 
-    def _value(self, kind: int):
+    def _value(self, key: str, kind: int):
+        what = "a value"
         if kind == STRING:
             return self._string()
         if kind == ARRAY:
             item, count = self._number("I"), self._number("Q")
-            if count > MOST_ITEMS:
-                raise InputError(f"{self.path} has an array of {count} items: at most {MOST_ITEMS} are possible")
+            self._items += count
+            if self._items > MOST_ITEMS:
+                what = f"its arrays have {self._items} items up to {reprlib.repr(key)}"
+                raise InputError(f"{self.path} is corrupt: {what}, at most {MOST_ITEMS} are read")
             if item in NUMBERS:
                 size = struct.calcsize(f"<{NUMBERS[item]}")
                 return np.frombuffer(self._take(count * size), f"<{NUMBERS[item]}").tolist()
             if item == STRING:
                 return [self._string() for _ in range(count)]
+            kind, what = item, "an array"
         if kind not in NUMBERS:
-            raise InputError(f"{self.path} is corrupt: its header has a value of an unknown kind")
+            raise InputError(f"{self.path} is corrupt: {reprlib.repr(key)} is {what} of the unknown kind {kind}")
         value = self._number(NUMBERS[kind])
         # The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if kind == FLOAT32 else value

@@ -115,14 +115,19 @@ class Output:
         """Yields its numbers, some rows at a time."""
         columns = None if self.columns is None else self.columns.index()
         for parts in self.stored(max(1, CHUNK // self.width)):
-            unpacked = [(mask, _unpacked(source)) for mask, source in parts]
-            array = unpacked[0][1]
-            if len(unpacked) > 1:
-                array = np.empty((sum(len(part) for _, part in unpacked), self.width), array.dtype)
-                for mask, part in unpacked:
-                    array[mask] = part
-            array = array if columns is None else array[:, columns]
-            yield array if self.value is None else self.value(array)
+            yield self._made(parts, columns)
+
+    @np.errstate(all="ignore")
+    def _made(self, parts: list[tuple[np.ndarray | slice, Source]], columns: np.ndarray | None) -> np.ndarray:
+        """The numbers of rows of `stored`. What is not finite is found where they are written."""
+        unpacked = [(mask, _unpacked(source)) for mask, source in parts]
+        array = unpacked[0][1]
+        if len(unpacked) > 1:
+            array = np.empty((sum(len(part) for _, part in unpacked), self.width), array.dtype)
+            for mask, part in unpacked:
+                array[mask] = part
+        array = array if columns is None else array[:, columns]
+        return array if self.value is None else self.value(array)
 
 
 def _unpacked(source: Source) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The tokenizer inside a GGUF file, as the files that tokenizers and transformers read."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -12,6 +13,8 @@ from dflash_jax.models.families.reading import LIMITS, flag, integer, shown
 
 KEY = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4
+# Most characters of tokens of these types together: some seconds of the library.
+MOST_ADDED = 2**20
 SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -62,6 +65,10 @@ def _fail(source: str, message: str) -> NoReturn:
     raise InputError(f"{source}: its tokenizer {message}")
 
 
+def _fits(pair: tuple[str, ...], ids: Mapping[str, int]) -> bool:
+    return len(pair) == 2 and pair[0] in ids and pair[1] in ids and pair[0] + pair[1] in ids
+
+
 def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     """Builds the tokenizer of a GGUF file.
 
@@ -87,10 +94,16 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     outside = [i for i in ids_of(metadata, source) if i >= len(tokens)]
     if outside:
         _fail(source, f"names the token id {outside[0]}: ids are 0 to {len(tokens) - 1}")
+    ids = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    # The library panics at some merges that do not fit.
+    wrong = (merge for merge, pair in zip(merges, pairs, strict=True) if not _fits(pair, ids))
+    if (merge := next(wrong, None)) is not None:
+        _fail(source, f"has the merge {shown(merge)}: it must be two tokens that are one token together")
     try:
         model = models.BPE(
-            {token: i for i, token in enumerate(tokens)},
-            [tuple(merge.split(" ")) for merge in merges],
+            ids,
+            pairs,
             ignore_merges=scheme.whole_words,
         )
     except Exception as e:  # the library raises plain Exception
@@ -109,8 +122,11 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     types = metadata.get(f"{KEY}token_type", [])
     if not isinstance(types, list):
         _fail(source, f"has {KEY}token_type {shown(types)}: it must be a list")
+    added = [(t, kind) for t, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)]
+    if (size := sum(len(t) for t, _ in added)) > MOST_ADDED:
+        _fail(source, f"has {size} characters of special tokens: at most {MOST_ADDED} are read")
     for token_type, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        add([AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=False) if kind == token_type])
+        add([AddedToken(t, normalized=False) for t, kind in added if kind == token_type])
     if (
         flag(f"{source}: {KEY}add_bos_token", metadata.get(f"{KEY}add_bos_token", scheme.bos))
         and (bos := metadata.get(f"{KEY}bos_token_id")) is not None

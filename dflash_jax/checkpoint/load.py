@@ -46,11 +46,13 @@ class Forms:
         parameters: Paths of the parameters in few bits, each with its form.
         unused: Its scales of activations, keys and values, which no pass uses.
         caches: What its configuration says of keys and values; None: nothing.
+        has_fp8_scales: Whether its scales of keys and values are of FP8, which uses them.
     """
 
     parameters: tuple[tuple[str, quantized.Form], ...] = ()
     unused: tuple[str, ...] = ()
     caches: str | None = None
+    has_fp8_scales: bool = True
 
     def not_used(self, has_fp8_caches: bool) -> list[str]:
         """In words what the checkpoint has, or asks for, beside weights in few bits.
@@ -60,7 +62,7 @@ class Forms:
         """
         of_caches = [name for name in self.unused if quantized.is_of_caches(name)]
         if has_fp8_caches:
-            return quantized.counted(set(self.unused) - set(of_caches))
+            return quantized.counted(set(self.unused) - set(of_caches if self.has_fp8_scales else ()))
         asked = [f"keys and values as {self.caches}"] if self.caches else []
         hint = ["--kv-cache-dtype fp8 is off"] if asked or of_caches else []
         return [*quantized.counted(self.unused), *asked, *hint]
@@ -128,6 +130,9 @@ def fill(
     if source.caches or len(inputs) < len(source.unused):
         said = source.caches or "numbers with scales"
         log.info("the checkpoint asks for keys and values as %s: kv_cache_dtype 'fp8' has them in FP8", said)
+    if dense := [p for p, parts in source.stored.items() if not quantized.are_packed(parts, source.files)]:
+        why = "their tensors are not alike, or their inputs not in the order of their groups (act-order)"
+        log.warning("%d parameters are multiplied out, since %s, first %s", len(dense), why, dense[0])
     leaves, structure = jax.tree.flatten(module)
     arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:
@@ -239,7 +244,7 @@ def load_target(
 def read_kv_scales(
     directory: Path, config: ModelConfig | DraftConfig | MtpConfig, overrides: dict | None = None
 ) -> dict[str, np.ndarray]:
-    """The scales of keys and values that a checkpoint has, for `kv_scales.with_fp8_caches`.
+    """The scales of keys and values in FP8 that a checkpoint has, for `kv_scales.with_fp8_caches`.
 
     Args:
         directory: A Hugging Face directory, or one of `orbax.convert`.
@@ -247,12 +252,15 @@ def read_kv_scales(
         overrides: As in `load_target`.
 
     Raises:
-        InputError: A scale is no positive number, or there are others than one of a layer or one a KV head.
+        InputError: A scale is out of range, or there are others than one of a layer or one a KV head.
     """
-    converted = orbax.is_orbax(directory)
+    raw, converted = read_raw(directory, overrides), orbax.is_orbax(directory)
+    form = quantization.read(raw, directory)
+    if form is not None and not form.has_fp8_scales:
+        log.info("scales of keys and values are not the checkpoint's, since it has those of %s", form.caches)
+        return {}
     names = quantized.plain_names(orbax.ConvertedTensors(directory) if converted else TensorFiles(directory))
     files = orbax.ExtraTensors(directory) if converted else TensorFiles(directory)
-    raw = read_raw(directory, overrides)
     return parsed(lambda _: quantized.kv_scales(_table(raw, config)(config, names), files), raw, directory)
 
 
@@ -418,17 +426,19 @@ def read_forms(
         InputError: A loader would refuse it.
     """
     form = quantization.read(raw, directory)
-    caches, table = form and form.caches, _table(raw, config)
+    table = _table(raw, config)
 
     def by_tensors(stored: Mapping[str, tuple[quantized.Stored, ...]], files: Tensors) -> dict[str, quantized.Form]:
-        return {path: quantized.form(parts, files) for path, parts in stored.items()}
+        packed = {path: parts for path, parts in stored.items() if quantized.are_packed(parts, files)}
+        return {path: quantized.form(parts, files) for path, parts in packed.items()}
 
     if directory.is_dir() and orbax.is_orbax(directory):
         files = orbax.ConvertedTensors(directory)
         entries = table(config, quantized.plain_names(files))
         # A head's tensors are there as they were.
         stored = parsed(lambda _: quantized.all_stored(entries, files, form), raw, directory)
-        found = by_tensors(stored, files) if isinstance(config, MtpConfig) else orbax.forms(directory)
+        is_head = isinstance(config, MtpConfig)
+        found = by_tensors(stored, orbax.ExtraTensors(directory)) if is_head else orbax.forms(directory)
         weights = {t.name for e in entries for t in e.tensors}
         unused = tuple(name for name in files if form is not None and quantized.is_unused(name, weights))
     elif form is None:
@@ -439,7 +449,7 @@ def read_forms(
     else:
         claims = ((e.path, quantized.claimed_form(e, form)) for e in table(config))
         found, unused = {path: claim for path, claim in claims if claim}, ()
-    return Forms(tuple(found.items()), unused, caches)
+    return Forms(tuple(found.items()), unused, form and form.caches, form is None or form.has_fp8_scales)
 
 
 def _table(raw: dict, config: ModelConfig | DraftConfig | MtpConfig) -> Callable[..., list[Entry]]:

@@ -202,7 +202,12 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
     conversion.begin()
     entries = {e.path: e for e in source.entries}
     specs = dict(zip(parameter_paths(module), parameter_specs(module), strict=True))
-    todo = [("parameters", path) for path in entries] + [("extra", name) for name in source.skipped]
+    extra = dict.fromkeys(source.skipped)
+    if options["quantize"] is None:
+        # What is multiplied out has no way back: its tensors are there as they were, too.
+        multiplied_out = [p for p in source.stored.values() if not quantized.are_packed(p, source.files)]
+        extra |= {part.name: None for parts in multiplied_out for one in parts for part in one.parts}
+    todo = [("parameters", path) for path in entries] + [("extra", name) for name in extra]
     for kind, name in progress(todo):
         if conversion.is_done(kind, name):
             continue

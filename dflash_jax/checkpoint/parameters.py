@@ -46,7 +46,7 @@ class Source(Generic[C]):
         entries: Its parameters.
         files: Its tensors.
         skipped: Tensors that the model does not use.
-        stored: Path → how the tensors of a parameter are stored, of those in few bits.
+        stored: Path → how the tensors of a parameter are stored, where any is in few bits.
         unused: Of ``skipped``, scales of activations, keys and values.
         caches: What its configuration says of keys and values; None: nothing.
     """
@@ -95,7 +95,8 @@ def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, np.ndarray]:
     """
     files = source.files
     if parts := source.stored.get(entry.path):
-        return quantized.read(entry, parts, files)
+        arrays = quantized.read(entry, parts, files)
+        return {"array": cast(arrays["array"], dtype)} if "array" in arrays else arrays
     given = [t.of(files.read(t.name)) for t in entry.tensors]
     for tensor, part in zip(entry.tensors, given, strict=True):
         if part.dtype.kind in "bu" or (part.dtype.kind == "i") != entry.is_integer:

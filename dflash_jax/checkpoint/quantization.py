@@ -10,6 +10,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ GROUP, MX_GROUP = 16, 32
 COMPRESSED, GPTQ, GPTQ_V2, AWQ = "compressed-tensors", "gptq", "gptq_v2", "awq"
 # Of a file of ModelOpt beside config.json.
 MODELOPT_FILE = "hf_quant_config.json"
+# Keys that say what keys and values are.
+OF_CACHES = ("kv_cache_scheme", "kv_cache_quant_algo")
 # Prefixes of a text model's modules, of which a config may name another one than the files have.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
-# Characters and memory of a pattern at most, and processor time for all patterns and modules of a checkpoint.
-LONGEST_PATTERN, MOST_MEMORY, MOST_SECONDS = 2000, 2**20, 20.0
+# Characters and memory of a pattern at most, expressions that are one pattern, and processor time for all patterns and
+# modules of a checkpoint.
+LONGEST_PATTERN, MOST_MEMORY, MOST_JOINED, MOST_SECONDS = 2000, 2**20, 64, 20.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,9 @@ class Names:
     def __init__(self, budget: Budget):
         self._budget = budget
         self._claims: dict[str, Claim | None] = {}
-        self._patterns: list[tuple[Any, Claim | None]] = []
+        # Expressions in order. Those of one claim become one pattern, since each takes time for each module.
+        self._expressions: list[tuple[str, Claim | None]] = []
+        self._patterns: list[tuple[Any, Claim | None]] | None = None
 
     def add(self, key: str, names: Iterable[str], claim: Claim | None, is_wildcard: bool = False) -> None:
         """Adds names, ``re:`` expressions and, with ``is_wildcard``, shell wildcards.
@@ -106,14 +112,15 @@ class Names:
         self._budget.start()
         for name in names:
             if name.startswith("re:"):
-                self._patterns.append((_compiled(key, name, name[3:]), claim))
-                self._budget.check()
+                expression = name[3:]
             elif is_wildcard and ("*" in name or "?" in name):
-                expression = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in name)
-                self._patterns.append((_compiled(key, name, expression + r"\z"), claim))
-                self._budget.check()
+                expression = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in name) + r"\z"
             else:
                 self._claims.setdefault(name, claim)
+                continue
+            _check(key, name, expression)
+            self._budget.check()
+            self._expressions.append((expression, claim))
 
     def find(self, module: str) -> Claim | None:
         """What is claimed of a module: by name, else by the first pattern that matches, else `UNNAMED`.
@@ -129,23 +136,50 @@ class Names:
                     return self._claims[name]
                 name = name.rpartition(".")[0]
         self._budget.start()
+        if self._patterns is None:
+            same_claims = groupby(self._expressions, key=lambda pair: pair[1])
+            groups = [([expression for expression, _ in pairs], claim) for claim, pairs in same_claims]
+            self._patterns = [(p, claim) for expressions, claim in groups for p in self._joined(expressions)]
         for pattern, claim in self._patterns:
+            is_match = any(pattern.match(name) for name in spellings)
             self._budget.check()
-            if any(pattern.match(name) for name in spellings):
+            if is_match:
                 return claim
         return UNNAMED
 
+    def _joined(self, expressions: list[str]) -> list[Any]:
+        """One pattern of expressions, or several where they are many or take much memory."""
+        import re2
 
-def _compiled(key: str, name: str, expression: str) -> Any:
+        self._budget.check()
+        if len(expressions) == 1:
+            return [_compiled(expressions[0])]
+        # What \Q quotes may have no end.
+        if len(expressions) <= MOST_JOINED and not any(r"\Q" in expression for expression in expressions):
+            try:
+                return [_compiled("|".join(f"(?:{expression})" for expression in expressions))]
+            except re2.error:
+                pass
+        middle = len(expressions) // 2
+        return self._joined(expressions[:middle]) + self._joined(expressions[middle:])
+
+
+def _compiled(expression: str) -> Any:
     """A compiled pattern: RE2 matches in time linear in the name, whatever the expression is."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors, options.never_capture, options.max_mem = False, True, MOST_MEMORY
+    return re2.compile(expression, options)
+
+
+def _check(key: str, name: str, expression: str) -> None:
     import re2
 
     if len(name) > LONGEST_PATTERN:
         raise InputError(f"{key} has a pattern of {len(name)} characters: at most {LONGEST_PATTERN} are read")
-    options = re2.Options()
-    options.log_errors, options.never_capture, options.max_mem = False, True, MOST_MEMORY
     try:
-        return re2.compile(expression, options)
+        _compiled(expression)
     except (re2.error, UnicodeEncodeError) as e:
         reason = e.args[0].decode(errors="replace") if isinstance(e.args[0], bytes) else "it is no text"
         raise InputError(f"{key} has {shown(name)}: it must be a regular expression of RE2 ({reason})") from None
@@ -161,13 +195,15 @@ class Quantization:
         groups: Modules that are, and how.
         default: What a module is that neither names; None: not quantized.
         has_head: Whether that is said of the head, too. It may be all the same: then its tensors tell.
-        caches: What is said of keys and values, which stay in the model's dtype here; None: nothing.
+        caches: What is said of keys and values; None: nothing.
+        has_fp8_scales: Whether scales of keys and values, where there are any, are of FP8.
     """
 
     def __init__(self, key: str, default: Claim | None = None, is_official: bool = False):
         self.key, self.default, self.is_official = key, default, is_official
         self.caches: str | None = None
         self.has_head = False
+        self.has_fp8_scales = True
         budget = Budget()
         self.ignored, self.groups = Names(budget), Names(budget)
 
@@ -193,12 +229,26 @@ def read(raw: dict, directory: Path) -> Quantization | None:
     if not quantization:
         return None
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in READERS:
-        raise InputError(f"{directory} is quantized by {shown(method)}: {READ_HERE}")
+        raise InputError(f"{directory} is quantized by {shown(method)}: fp8, {', '.join(FORMATS)} are read here")
     path = directory / MODELOPT_FILE if quantization is beside else directory
-    found = parsed(lambda _: READERS[method](quantization), raw, path)
-    caches = [d[k] for d in (quantization, beside) for k in ("kv_cache_scheme", "kv_cache_quant_algo") if d.get(k)]
-    found.caches = shown(caches[0]) if caches else None
+    # ModelOpt may say only in its own file what keys and values are.
+    both = quantization if _caches(quantization) else quantization | {k: beside[k] for k in OF_CACHES if k in beside}
+    found = parsed(lambda _: READERS[method](both), raw, path)
+    if caches := _caches(both):
+        found.caches, found.has_fp8_scales = shown(caches), _is_fp8(caches)
     return found
+
+
+def _caches(raw: dict) -> Any:
+    """What a quantization config says of keys and values; None: nothing."""
+    return next((raw[key] for key in OF_CACHES if raw.get(key)), None)
+
+
+def _is_fp8(caches: Any) -> bool:
+    """Whether it is FP8. ModelOpt's scales of NVFP4 are six times smaller."""
+    if isinstance(caches, dict):
+        return caches.get("num_bits") == 8 and caches.get("type") == "float"
+    return isinstance(caches, str) and caches.upper().startswith("FP8")
 
 
 def _section(raw: dict, directory: Path) -> tuple[Any, Any, dict]:
@@ -241,15 +291,20 @@ def _read_fp8(raw: dict) -> Quantization:
 
 
 def _read_modelopt(raw: dict) -> Quantization:
-    """ModelOpt's: of one kind, or of mixed precision, where only ``quantized_layers`` tells what a module is."""
+    """ModelOpt's: of one kind, of keys and values alone, or of mixed precision.
+
+    Only ``quantized_layers`` tells what a module of mixed precision is.
+    """
     excluded = "ignore" if raw.get("ignore") is not None else "exclude_modules"
     if raw.get("quant_algo") == "MIXED_PRECISION":
         found = Quantization("quantized_layers")
         for name, value in section("quantized_layers", raw.get("quantized_layers")).items():
             entry = section(f"quantized_layers[{shown(name)}]", value)
             found.groups.add("quantized_layers", [name], _of_algorithm(entry), is_wildcard=True)
+    elif raw.get("quant_algo") is None and _caches(raw):
+        found = Quantization("quant_algo")
     else:
-        found = Quantization(excluded, default=_of_algorithm(raw))
+        found = Quantization(f"quant_algo and {excluded}", default=_of_algorithm(raw))
         found.has_head = True
     found.ignored.add(excluded, words(excluded, raw.get(excluded) or []), None, is_wildcard=True)
     return found
@@ -274,7 +329,9 @@ def _read_compressed(raw: dict) -> Quantization:
         value = raw.get(key)
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise InputError(f"{key} is {shown(value)}: it changes the numbers, and is not known here")
-    for name, value in section("config_groups", raw.get("config_groups")).items():
+    groups = raw.get("config_groups")
+    # Of keys and values alone it may be missing.
+    for name, value in section("config_groups", {} if groups is None and _caches(raw) else groups).items():
         key = f"config_groups[{shown(name)}]"
         group = section(key, value)
         claim = _of_weights(section(f"{key}.weights", group.get("weights") or {}), f"{key}.weights")
@@ -343,7 +400,7 @@ def _of_integers(raw: Mapping[str, Any], packing: str, is_symmetric: bool) -> Cl
     bits, group = _first(raw, "bits w_bit"), _first(raw, "group_size q_group_size")
     known = (4,) if packing == AWQ else tuple(INTEGERS)
     if type(bits) is not int or bits not in known:
-        raise InputError(f"bits is {shown(bits)}: {' and '.join(map(str, known))} are read here")
+        raise InputError(f"bits is {shown(bits)}: it must be {' or '.join(map(str, known))}")
     block = None if type(group) is int and group == -1 else (1, _group("group_size", group, ", or -1 for a whole row"))
     has_order = flag("desc_act", _first(raw, "desc_act", False))
     return Claim(INTEGERS[bits], block, packing, is_symmetric, has_order)

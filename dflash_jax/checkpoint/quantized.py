@@ -14,8 +14,9 @@ half of a byte is an even input; c codes in 32-bit words (`words.Words`), withou
 
 The first form of NVFP4 is ModelOpt's, the second that of compressed-tensors, which has the integers in X, too. GPTQ's
 first version has z - 1. Where z is the middle of the codes, or 0 without words, there is none here. What only repeats
-shapes and places of inputs (X_shape, X_g_idx, M.g_idx, a z in the middle) is `Stored.constants`. Scales of
-activations, keys and values (`is_unused`) change no weight.
+shapes and places of inputs (X_shape, X_g_idx, M.g_idx, a z in the middle) is `Stored.constants`. With act-order g_idx
+tells the group of an input, whose neighbours may be of other groups. Scales of activations, keys and values
+(`is_unused`) change no weight.
 """
 
 import dataclasses
@@ -57,6 +58,8 @@ FLOATS, WHOLE = ("F32", "BF16", "F16"), ("I32", "I64")
 # Scales of activations, after the name of a module; scales of keys and values, after that of an attention.
 OF_INPUTS = ("input_scale", "input_global_scale", "input_zero_point")
 OF_CACHES = ("k_scale", "v_scale", "q_scale", "k_proj.k_scale", "v_proj.v_scale")
+# Least scale of keys and values; the largest is its reciprocal.
+LEAST_SCALE = 1e-18
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in few bits.
+    """A tensor of a parameter in few bits.
 
     Attributes:
         tensor: The tensor, or some of its rows, with the weight's shape.
-        kind: `FP8`, `NVFP4`, `MXFP4`, `INT4` or `INT8`.
+        kind: `FP8`, `NVFP4`, `MXFP4`, `INT4` or `INT8`; empty: this one is not in few bits.
         values: Its values.
         scales: Role → numbers of its blocks. "scale" and "factor" multiply the values, "divisor" divides them, and
             "zero" is subtracted before.
-        constants: Role → tensors that say nothing else: "zero", "order", the group of each input, and "shape".
+        constants: Role → tensors that say nothing else: "zero", "shape", and "places", the group of each input, in
+            order; with act-order "order" in place of "places", in any order.
     """
 
     tensor: Tensor
@@ -125,9 +129,20 @@ class Stored:
             elif files.dtype(name) not in part.dtypes:
                 yield f"{name!r} has dtype {files.dtype(name)}, it must be {' or '.join(part.dtypes)}"
 
+    def order(self, files: Tensors) -> np.ndarray | None:
+        """The group of each input; None where they are in order."""
+        if "order" not in self.constants:
+            return None
+        groups = files.read(self.constants["order"].name)
+        return None if self._are_in_order(groups) else groups
+
+    def _are_in_order(self, groups: np.ndarray) -> bool:
+        places = np.arange(len(groups)) // self.scales["scale"].block[1]
+        # compressed-tensors has -1 where no order was made.
+        return np.array_equal(groups, places) or bool((groups == -1).all())
+
     def check_constants(self, files: Tensors) -> None:
         """Raises InputError where a tensor of `constants` says something else."""
-        columns = self.tensor.disk_shape[-1]
         for role, part in self.constants.items():
             array = files.read(part.name)
             if role == "shape":
@@ -142,10 +157,11 @@ class Stored:
                 is_right = any((numbers == middle).all() for middle in middles)
                 right = "it must be the middle of the codes, since the quantization config has symmetric weights"
             else:
-                places = np.arange(columns) // self.scales["scale"].block[1]
-                # compressed-tensors has -1 where no order was made.
-                is_right = (array == places).all() or bool((array == -1).all())
-                right = f"it must be {int(places[-1]) + 1} groups in order, since other orders (act-order) are not read"
+                count, is_right = self.scales["scale"].shape[-1], self._are_in_order(array)
+                right = f"it must be {count} groups in order, since the quantization config has no act-order"
+                if role == "order":
+                    is_right = is_right or bool(((array >= 0) & (array < count)).all())
+                    right = f"it must have groups from 0 to {count - 1}"
             if not is_right:
                 raise InputError(f"tensor {part.name!r} begins with {array.reshape(-1)[:4].tolist()}: {right}")
 
@@ -275,14 +291,8 @@ def _in_integers(tensor: Tensor, kind: str, files: Tensors, claim: Claim) -> Sto
             layout = Words(bits, of_outputs=True, is_zero=True)
             zero = dataclasses.replace(zero, dtypes=("I32",), layout=layout, shapes=())
         constants["shape"] = Part(f"{name}_shape", (len(shape),), WHOLE, shapes=((len(shape),),))
-    order = Part(f"{name}_g_idx", shape[-1:], WHOLE, shapes=(shape[-1:],))
-    if claim.has_order or order.name in files:
-        constants["order"] = order
-    if not claim.is_symmetric:
-        return Stored(tensor, kind, values, {"scale": scale, "zero": zero}, constants)
-    if zero.name in files:
-        constants["zero"] = zero
-    return Stored(tensor, kind, values, {"scale": scale}, constants)
+    found = Stored(tensor, kind, values, {"scale": scale}, constants)
+    return _with_zeros(found, zero, f"{name}_g_idx", files, claim)
 
 
 def _in_qweight(tensor: Tensor, module: str, kind: str, files: Tensors, claim: Claim) -> Stored:
@@ -299,35 +309,38 @@ def _in_qweight(tensor: Tensor, module: str, kind: str, files: Tensors, claim: C
     scale = Part(f"{module}.scales", grid, FLOATS, block, Plain(is_transposed=True))
     layout = Words(bits, True, True, order, less=int(claim.packing == GPTQ), is_zero=True)
     zero = Part(f"{module}.qzeros", grid, ("I32",), block, layout)
-    constants = {}
-    places = Part(f"{module}.g_idx", (columns,), WHOLE, shapes=((columns,),))
-    if claim.has_order or places.name in files:
-        constants["order"] = places
+    return _with_zeros(Stored(tensor, kind, values, {"scale": scale}), zero, f"{module}.g_idx", files, claim)
+
+
+def _with_zeros(found: Stored, zero: Part, groups: str, files: Tensors, claim: Claim) -> Stored:
+    """Integers with their zero points and, of the name ``groups``, the group of each input."""
+    scales, constants, inputs = dict(found.scales), dict(found.constants), found.tensor.disk_shape[-1:]
+    if claim.has_order or groups in files:
+        constants["order" if claim.has_order else "places"] = Part(groups, inputs, WHOLE, shapes=(inputs,))
     if not claim.is_symmetric:
-        return Stored(tensor, kind, values, {"scale": scale, "zero": zero}, constants)
-    if zero.name in files:
+        scales["zero"] = zero
+    elif zero.name in files:
         constants["zero"] = zero
-    return Stored(tensor, kind, values, {"scale": scale}, constants)
+    return dataclasses.replace(found, scales=scales, constants=constants)
 
 
 def stored_of(entry: Entry, files: Tensors, quantization: Quantization | None) -> tuple[Stored, ...]:
-    """How the tensors of a parameter are stored; none where they are not in few bits.
+    """How the tensors of a parameter are stored; none where none is in few bits.
 
     Raises:
-        InputError: They differ.
+        InputError: As of `stored`.
     """
     if quantization is None or entry.is_integer:
         return ()
-    found = [stored(t, files, quantization) for t in entry.tensors]
-    parts = tuple(s for s in found if s is not None)
-    forms = sorted({f"{part.kind} ({', '.join(part.scales)})" for part in parts})
-    if len(forms) > 1 or 0 < len(parts) < len(found):
-        rest = f"some in {forms[1]}" if len(forms) > 1 else "some are not"
-        raise InputError(
-            f"some tensors of {entry.path} are in {forms[0]} and {rest}, first {entry.tensors[0].name!r}: they must be "
-            f"alike"
-        )
-    return parts
+    found = [(t, stored(t, files, quantization)) for t in entry.tensors]
+    if all(s is None for _, s in found):
+        return ()
+    return tuple(s or Stored(t, "", Part(t.name, t.disk_shape, FLOATS), {}) for t, s in found)
+
+
+def are_packed(parts: Sequence[Stored], files: Tensors) -> bool:
+    """Whether a parameter can stay in few bits: its tensors are alike, and their inputs in the order of groups."""
+    return len({(part.kind, *part.scales) for part in parts}) == 1 and all(p.order(files) is None for p in parts)
 
 
 def all_stored(
@@ -349,7 +362,7 @@ def kv_scales(entries: Iterable[Entry], files: Tensors) -> dict[str, np.ndarray]
     """The scales of keys and values among ``files``, float32 [1] or [K], by path, as ``layers.3.mixer.k_scale``.
 
     Raises:
-        InputError: A scale is no positive number, or its shape is another one.
+        InputError: A scale is out of range, or its shape is another one.
     """
     found = {}
     for entry in entries:
@@ -364,8 +377,12 @@ def kv_scales(entries: Iterable[Entry], files: Tensors) -> dict[str, np.ndarray]
                 raise InputError(
                     f"{name!r} has shape {list(files[name])}: it must be one scale, or one a head, {heads}"
                 )
-            if not (np.isfinite(scales) & (scales > 0)).all():
-                raise InputError(f"tensor {name!r} has a scale that is no positive number: it must be above 0")
+            # Products with smaller and larger ones would not be finite.
+            if not (is_right := (scales >= LEAST_SCALE) & (scales <= 1 / LEAST_SCALE)).all():
+                wrong = scales[~is_right][0].item()
+                raise InputError(
+                    f"tensor {name!r} has the scale {wrong:g}: it must be from {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+                )
             found[f"{entry.path}_scale"] = scales
     return found
 
@@ -392,10 +409,10 @@ def _grid(stored: Stored, role: str, files: Tensors) -> np.ndarray:
     if role != "zero":
         numbers = array.astype(np.float32)
         # The scale of integers has a sign in AutoRound's files.
-        is_right = np.isfinite(numbers).all() and (stored.kind in (INT4, INT8) or (numbers >= 0).all())
-        if not is_right:
-            what = "not finite" if stored.kind in (INT4, INT8) else "negative or not finite"
-            raise InputError(f"tensor {part.name!r} has a scale that is {what}: it must be a number, 0 or more")
+        has_sign = stored.kind in (INT4, INT8)
+        if not np.isfinite(numbers).all() or not (has_sign or (numbers >= 0).all()):
+            what, right = ("", "") if has_sign else ("negative or ", ", 0 or more")
+            raise InputError(f"tensor {part.name!r} has a scale that is {what}not finite: it must be a number{right}")
     return array
 
 
@@ -405,7 +422,7 @@ def _run(inputs: int, blocks: Iterable[tuple[int, int]]) -> int:
 
 
 def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.ndarray]:
-    """The arrays of a parameter in few bits, as conversions keep them.
+    """The arrays of a parameter of which tensors are in few bits, as conversions keep them.
 
     Args:
         entry: The parameter.
@@ -414,23 +431,41 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.
 
     Returns:
         "values" or, in four bits, the name of their code, as `QuantizedWeight` has them; and "scale", "zero", and
-        "factor" or "divisor", for each run of the last axis.
+        "factor" or "divisor", for each run of the last axis. Where not `are_packed`: "array", multiplied out, float32.
 
     Raises:
-        InputError: A scale is no scale, or inputs have another order.
+        InputError: A scale is no scale, or a tensor of `Stored.constants` says something else.
     """
     for part in {part.values.name: part for part in parts}.values():
         part.check_constants(files)
+    if are_packed(parts, files):
+        arrays = _packed(entry, parts, files)
+    else:
+        arrays = {"array": entry.read([_multiplied_out(part, files) for part in parts])}
+    _check_products(parts, files)
+    return arrays
+
+
+def _multiplied_out(part: Stored, files: Tensors) -> np.ndarray:
+    """The numbers of a tensor, float32."""
+    if not part.kind:
+        return part.tensor.of(part.values.read(files)).astype(np.float32)
+    arrays = _packed(Entry("", part.tensor.shape, (part.tensor,)), [part], files)
+    return np.asarray(QuantizedWeight.of(without_divisor(arrays, is_exact=True)).dense(np.float32))
+
+
+def _packed(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.ndarray]:
+    """The arrays of a parameter in few bits."""
     code = CODES_OF.get(parts[0].kind)
     values = [part.tensor.of(part.values.read(files)) for part in parts]
     arrays = {code or "values": entry.read(values, entry.shape[-1] // (2 if code else 1))}
+    in_order = all(part.order(files) is None for part in parts)
     for role in parts[0].scales:
-        run = _run(entry.shape[-1], (part.scales[role].block for part in parts))
+        run = _run(entry.shape[-1], (part.scales[role].block for part in parts)) if in_order else 1
         spread = [_spread(part, role, run, files) for part in parts]
         if len({array.dtype for array in spread}) > 1:
             spread = [array.astype(np.float32) for array in spread]
         arrays[role] = entry.read(spread, entry.shape[-1] // run)
-    _check_products(parts, files)
     return arrays
 
 
@@ -439,6 +474,8 @@ def _spread(stored: Stored, role: str, run: int, files: Tensors) -> np.ndarray:
     tensor, block = stored.tensor, stored.scales[role].block
     rows, columns = tensor.disk_shape[-2:]
     grid = np.repeat(_grid(stored, role, files), block[0], axis=-2)[..., :rows, :]
+    if (order := stored.order(files)) is not None:
+        return tensor.of(grid)[..., order]
     return np.repeat(tensor.of(grid), block[1] // run, axis=-1)[..., : columns // run]
 
 

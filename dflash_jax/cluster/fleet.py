@@ -464,9 +464,10 @@ def model_of(hello: protocol.Hello) -> str:
 
     Hosts may have the files at different paths.
     """
-    name, dtype = hello.info.get("model_path"), hello.info.get("dtype")
+    name, dtype, *others = map(hello.info.get, ("model_path", "dtype", "quantization", "kv_cache_dtype", "activations"))
+    options = "quantize {}, kv_cache_dtype {}, activations {}".format(*others)
     masks = "with" if hello.has_masks else "without"
-    return f"{name} in {dtype}, {hello.capacity} positions, blocks of {hello.largest_block}, {masks} masks"
+    return f"{name} in {dtype} ({options}), {hello.capacity} positions, blocks of {hello.largest_block}, {masks} masks"
 
 
 def summed(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -312,7 +312,8 @@ class LLM(Generation):
         models = [(x.shape, x.dtype.name) for x in jax.tree.leaves((self.target, self.drafters))]
         listed = [v and len(v.ids) for v in map(vocabulary_of, self.drafters)]
         # Not the reasons why kernels are missing, which name temporary files.
-        kernels = self.backend.kernels, self.backend.no_cpp is None, self.backend.no_triton is None
+        backend = self.backend
+        kernels = backend.kernels, backend.no_cpp is None, backend.no_triton is None, backend.fp4_activations
         device = jax.devices()[0].device_kind, processors(), kernels, str(self.target.layout), self.reproducible
         versions = __version__, jax.__version__
         record = CostRecord(cache_directory(), versions, device, models, listed, self.draft_window)

@@ -338,11 +338,14 @@ def _triton(
     ) -> Array:
         card, local = backend.triton_card, gate_up.shape[0]
         weights, chosen = triton_routing.route_triton(card, logits, live, first, local, experts_per_token, normalise)
+        is_fp4 = takes_fp4(backend, gate_up)
         fused = shared is None or all(
             triton_experts.are_alike(w, other, card) for w, other in zip((gate_up, down), shared[:2], strict=True)
         )
+        # All rows of the kernel are rounded over the same axes.
+        fused = fused and (shared is None or not is_fp4 or tuple(axes[0]) == tuple(axes[1]))
         rest = shared if fused else None, residual
-        if takes_fp4(backend, gate_up):
+        if is_fp4:
             y = fp4.experts(card, x, weights, chosen, gate_up, down, *rest, axes=axes[0])
         else:
             y = triton_experts.experts_triton(card, x, weights, chosen, gate_up, down, *rest)

@@ -404,7 +404,7 @@ def quantize(weight: Float[Array, "*out I"], kind: str, runs: int = 1) -> Quanti
     dtype, largest = (jnp.float8_e4m3fn, 448.0) if kind == "fp8" else (jnp.int8, 127.0)
     split = weight.astype(jnp.float32).reshape(*weight.shape[:-1], runs, -1)
     top = jnp.max(jnp.abs(split), axis=-1)
-    scale = jnp.where(top > 0, top, 1.0) / largest
+    scale = jnp.where(top == 0, 1.0, top) / largest
     values = split / scale[..., None]
     if dtype == jnp.int8:
         values = jnp.round(values)
@@ -466,7 +466,8 @@ def activations_in_nvfp4(x: Float[Array, "*batch I"], axes: Sequence[str] = ()) 
     Returns:
         The activations in the place of a weight: codes [..., I / 2], scales [..., I / 16], factors [..., 1].
     """
-    split = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUPS["nvfp4"])
+    run = GROUPS["nvfp4"]
+    split = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // run, run)
     top = jnp.max(jnp.abs(split), axis=-1)
     largest = jnp.max(top, axis=-1, keepdims=True)
     factor = _factor_of(jax.lax.pmax(largest, tuple(axes)) if axes else largest, 6)

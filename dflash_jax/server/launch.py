@@ -96,6 +96,8 @@ def host_of(args, llm):
         "block_size": llm.block_size,
         "device": device,
         "dtype": llm.dtype,
+        "quantization": args.quantize,
+        "activations": args.activations,
         "kv_cache_dtype": "fp8_e4m3" if llm.has_fp8_caches else "auto",
         "slots": engine.runner.slots,
         "max_queue": args.max_queue,

@@ -240,7 +240,7 @@ def test_truncated_file_is_refused(share, llama, tmp_path):
         (b"PK\x03\x04" + bytes(99), "not a GGUF file"),
         (b"GGUF\x00\x00\x00\x03" + bytes(99), "version"),
         # Counts and lengths that no file could hold.
-        (b"GGUF\x03\x00\x00\x00" + b"\xff" * 99, "truncated or corrupt"),
+        (b"GGUF\x03\x00\x00\x00" + b"\xff" * 99, "corrupt: it has 18446744073709551615 tensors"),
         (
             b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + bytes(8) + b"\x09\0\0\0\x05\0\0\0" + b"\xff" * 8,
             "",
@@ -283,7 +283,8 @@ def test_file_that_is_not_gguf_is_refused(content, part, tmp_path):
         ({"tokenizer": {"model": "llama"}}, ("kind 'llama'", "gpt2")),
         ({"tokenizer": {"pre": "tekken"}}, ("'tekken'", "smollm")),
         ({"tokenizer": {"merges": None}}, ("tokenizer.ggml.merges",)),
-        ({"tokenizer": {"merges": ["no such"]}}, ("merges",)),
+        ({"tokenizer": {"merges": ["no such"]}}, ("has the merge 'no such': it must be two tokens",)),
+        ({"tokenizer": {"merges": [""]}}, ("has the merge '': it must be two tokens",)),
         ({"tokenizer": {"eos_token_id": 99999}}, ("99999", "ids are 0 to")),
     ],
 )  # fmt: skip
@@ -297,6 +298,20 @@ def test_what_is_not_known(changes, parts, tmp_path):
         convert(path, tmp_path / "hf")
     says(error, *parts)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"merges": ["ab c"]}, "has the merge 'ab c': it must be two tokens that are one token together"),
+        ({"token_type": [3, 1, 1], "tokens": ["x" * 2**21, "b", "c"]}, "has 2097152 characters of special tokens"),
+    ],
+)
+def test_tokenizers_that_the_library_does_not_survive_are_refused(more, fault):
+    """It panics at a merge that is longer than all tokens."""
+    lists = {"model": "gpt2", "pre": "qwen35", "tokens": ["ab", "b", "c"], "merges": []}
+    with pytest.raises(InputError, match=fault):
+        build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in (lists | more).items()}, "x.gguf")
 
 
 def test_values_beyond_float16_are_refused_only_in_float16(tmp_path):

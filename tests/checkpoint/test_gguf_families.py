@@ -241,6 +241,10 @@ def test_several_files_are_one_model(tmp_path):
     for i, path in enumerate(paths):
         convert(path, tmp_path / f"hf{i}")
         compare(tmp_path / f"hf{i}", tensors)
+    paths[1].write_bytes(paths[2].read_bytes())
+    with pytest.raises(InputError) as error:
+        convert(paths[0], tmp_path / "none")
+    says(error, paths[1], "has split.no 2: by its name it must be 1")
     paths[1].unlink()
     with pytest.raises(InputError) as error:
         convert(paths[0], tmp_path / "none")

@@ -1,10 +1,12 @@
 """Checkpoints in few bits as others publish them: the numbers, the configuration, damage. Meshes: tests/mesh."""
 
 import json
+import re
 import shutil
 import time
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint import orbax, quantization, quantized, words
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import DTYPES, TensorFiles, Tensors
-from dflash_jax.checkpoint.load import load_target, open_any, open_target, read_kv_scales
+from dflash_jax.checkpoint.load import load_target, open_any, open_target, read_kv_scales, save_module
 from dflash_jax.checkpoint.parameters import FEW_BITS, QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -249,10 +251,11 @@ def test_every_code_and_every_scale_has_its_value():
 
 @pytest.mark.parametrize("form", few_bits.FORMS)
 def test_every_form_is_read(form, tmp_path):
-    """With stacked experts, where the form has them."""
-    expected = save_in(form, tmp_path, is_fused=form not in few_bits.PACKED)
+    """With stacked experts, where the form has them; another order of inputs is multiplied out."""
+    has_order = form in few_bits.ACT_ORDER
+    expected = save_in(form, tmp_path, is_fused=form not in few_bits.PACKED and not has_order)
     found = load_target(tmp_path)
-    assert isinstance(found.layers[0].ffn.gate_up[...], QuantizedWeight)
+    assert isinstance(found.layers[0].ffn.gate_up[...], QuantizedWeight) != has_order
     for path, weight in weights(found).items():
         check_equal(form, weight, expected[path], path)
 
@@ -404,18 +407,72 @@ def test_scales_of_keys_and_values_are_the_checkpoints(is_converted, copied, tmp
     np.testing.assert_array_equal(llm.target.layers[layer].mixer.v_scale[...], each)
 
 
-@pytest.mark.parametrize(
-    ("scale", "fault"),
-    [
-        (np.zeros((), np.float32), "has a scale that is no positive number: it must be above 0"),
-        (np.array(np.nan, np.float32), "has a scale that is no positive number"),
-        (np.ones(3, np.float32), r"has shape \[3\]: it must be one scale, or one a head"),
-    ],
-)
-def test_scales_of_keys_that_are_none_are_refused(scale, fault, copied):
+KV_ALONE = {
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8", "ignore": ["*"]}, None),
+    "modelopt scheme": (
+        {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+        None,
+    ),
+    "file of modelopt": (None, {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}),
+    "both of modelopt": ({"quant_method": "modelopt", "quant_algo": None}, {"kv_cache_quant_algo": "FP8"}),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": None,
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        },
+        None,
+    ),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "NVFP4"}, None),
+    "int8": (
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"}},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", KV_ALONE)
+def test_keys_and_values_alone_may_be_quantized(form, tmp_path):
+    """Weights are plain, and scales are used with FP8 where they are FP8's: those of NVFP4 would cut numbers off."""
+    config, own = KV_ALONE[form]
+    target = random_decoder(families.read_target(TARGET), 1)
+    raw = TARGET | ({"quantization_config": config} if config else {})
+    entries = families.target_family(TARGET).weight_names(target.config, ())
+    save_module(target, entries, raw, tmp_path, np.float32)
+    if own:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    change(tmp_path, {KV.format(f"{x}_proj.{x}_scale"): np.array(0.125, np.float32) for x in "kv"})
+    loaded = load_target(tmp_path)
+    for path, weight in weights(loaded).items():
+        np.testing.assert_array_equal(weight, weights(target)[path], err_msg=path)
+    is_fp8 = form not in ("nvfp4", "int8")
+    forms = read_shapes(str(tmp_path), None).forms
+    assert forms.not_used(has_fp8_caches=True) == ([] if is_fp8 else ["1 x k_scale", "1 x v_scale"])
+    assert forms.not_used(has_fp8_caches=False)[:2] == ["1 x k_scale", "1 x v_scale"]
+    found = with_fp8_caches(loaded, read_kv_scales(tmp_path, loaded.config))
+    right = with_fp8_caches(loaded).layers[1].mixer
+    for name in ("k_scale", "v_scale"):
+        scale = np.asarray(getattr(found.layers[1].mixer, name)[...])
+        assert (scale == 0.125).all() == is_fp8
+        assert is_fp8 or np.array_equal(scale, getattr(right, name)[...])
+
+
+@pytest.mark.parametrize("value", [0, -1, np.nan, np.inf, -np.inf, 1e-38, 3e38])
+def test_scales_of_keys_that_are_none_are_refused(value, copied):
+    """Numbers divided by those of them that are above 0 would be NaN, or queries times them infinite."""
     path = copied("mixed")
-    change(path, {KV.format("k_proj.k_scale"): scale})
-    with pytest.raises(InputError, match=fault):
+    change(path, {KV.format("k_proj.k_scale"): np.array(value, np.float32)})
+    message = (
+        f"config.json: tensor '{KV.format('k_proj.k_scale')}' has the scale {value:g}: it must be from 1e-18 to 1e+18"
+    )
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_kv_scales(path, open_target(path).config)
+
+
+def test_scales_of_keys_of_another_shape_are_refused(copied):
+    path = copied("mixed")
+    change(path, {KV.format("k_proj.k_scale"): np.ones(3, np.float32)})
+    with pytest.raises(InputError, match=r"has shape \[3\]: it must be one scale, or one a head"):
         read_kv_scales(path, open_target(path).config)
 
 
@@ -448,16 +505,10 @@ def test_modelopts_own_file_stands_for_the_configs_entry(copied, caplog):
 def test_conversions_keep_every_byte(form, tmp_path):
     source = tmp_path / "source"
     expected = save_in(form, source)
-    opened, module = open_any(source)
-    orbax.convert(opened, module, source, tmp_path / "o", ONE_DEVICE, {"dtype": None, "quantize": None}, lambda x: x)
-    for path, weight in weights(load_target(tmp_path / "o")).items():
+    target = load_target(source)
+    for path, weight in weights(target).items():
         check_equal(form, weight, expected[path], path)
-    to_hf(tmp_path / "o", tmp_path / "hf", 10**9, lambda tensors, _: tensors)
-    before, after = TensorFiles(source), TensorFiles(tmp_path / "hf")
-    assert set(before) == set(after)
-    for name in before:
-        assert (before[name], before.dtype(name)) == (after[name], after.dtype(name)), name
-        assert before.read(name).tobytes() == after.read(name).tobytes(), name
+    check_conversion(source, tmp_path, target)
 
 
 # Damage.
@@ -555,11 +606,72 @@ def test_blocks_of_zeros_have_a_scale_of_zero(copied):
     assert not np.asarray(target.layers[1].ffn.shared.gate_up[...].dense(np.float32))[1].any()
 
 
-def test_half_a_parameter_in_another_form(copied):
-    path = copied("mixed")
-    z = "model.layers.0.linear_attn.in_proj_z.weight"
-    change(path, {z: TensorFiles(path).read(z).astype(np.float32), f"{z}_scale": None})
-    refused(path, "some tensors of layers.0.mixer.qkvz are in FP8 (scale) and some are not")
+@pytest.mark.parametrize("form", ["mixed", "nvfp4 compressed", "gptq", "awq"])
+def test_a_parameter_whose_tensors_are_not_alike_is_multiplied_out(form, sources, copied, tmp_path, caplog):
+    """One is left unquantised. Plans count the array, and conversions keep every byte."""
+    path, expected = copied(form), dict(sources[form][1])
+    own = {name: None for name in TensorFiles(path) if name.startswith(f"{UP}.")}
+    values = np.random.default_rng(5).standard_normal((48, 64)).astype(ml_dtypes.bfloat16)
+    change(path, own | {f"{UP}.weight": values})
+    with caplog.at_level("WARNING"):
+        target = load_target(path)
+    assert "1 parameters are multiplied out, since their tensors are not alike" in caplog.text
+    gate_up, found = "layers.1.ffn.shared.gate_up", weights(target)
+    expected[gate_up] = np.stack([expected[gate_up][0], values.astype(np.float32)])
+    for name, weight in expected.items():
+        check_equal(form, found[name], weight, name)
+    assert not isinstance(target.layers[1].ffn.shared.gate_up[...], QuantizedWeight)
+    check_plan(path, target)
+    check_conversion(path, tmp_path, target)
+
+
+@pytest.mark.parametrize("form", few_bits.ACT_ORDER)
+def test_plans_and_conversions_of_another_order_of_inputs(form, tmp_path):
+    save_in(form, tmp_path / "source")
+    target = load_target(tmp_path / "source")
+    assert not isinstance(target.layers[1].mixer.q[...], QuantizedWeight)
+    # Its inputs are one group.
+    assert isinstance(target.layers[1].ffn.down[...], QuantizedWeight)
+    check_plan(tmp_path / "source", target)
+    check_conversion(tmp_path / "source", tmp_path, target)
+
+
+def check_plan(path, target) -> None:
+    """A plan counts what is loaded."""
+    numbers = {"slots": 1, "max_len": 64, "context": 64, "acceptance_length": 1.0, "block": 1, "dtype": np.float32}
+    planned = make_plan(read_shapes(str(path), None), ONE_DEVICE, DEVICES["h100"], **numbers)["bytes_per_device"]
+    assert planned["target"] == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+
+
+def check_conversion(path, tmp_path, target) -> None:
+    """A conversion is read as ``target``, has its plan, and comes back to the byte."""
+    opened, module = open_any(path)
+    orbax.convert(opened, module, path, tmp_path / "o", ONE_DEVICE, {"dtype": None, "quantize": None}, lambda x: x)
+    for name, weight in weights(load_target(tmp_path / "o")).items():
+        np.testing.assert_array_equal(weight, weights(target)[name], err_msg=name)
+    check_plan(tmp_path / "o", target)
+    to_hf(tmp_path / "o", tmp_path / "hf", 10**9, lambda tensors, _: tensors)
+    before, after = TensorFiles(path), TensorFiles(tmp_path / "hf")
+    assert set(before) == set(after)
+    for name in before:
+        assert (before[name], before.dtype(name)) == (after[name], after.dtype(name)), name
+        assert before.read(name).tobytes() == after.read(name).tobytes(), name
+
+
+@pytest.mark.parametrize("form", ["nvfp4 modelopt", "nvfp4 compressed", "gptq"])
+def test_what_was_multiplied_out_has_no_way_back(form, sources, tmp_path):
+    opened, module = open_any(sources[form][0])
+    options = {"dtype": None, "quantize": "none"}
+    orbax.convert(opened, module, sources[form][0], tmp_path / "o", ONE_DEVICE, options, lambda x: x)
+    with pytest.raises(InputError, match="was multiplied out when it was converted: that has no way back"):
+        to_hf(tmp_path / "o", tmp_path / "hf", 10**9, lambda tensors, _: tensors)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_group_that_is_none_is_named(tmp_path):
+    save_in("gptq act-order", tmp_path)
+    change(tmp_path, {f"{Q}.g_idx": np.int32([2, *[0] * 63])})
+    refused(tmp_path, f"'{Q}.g_idx' begins with [2, 0, 0, 0]: it must have groups from 0 to 1")
 
 
 # The configuration.
@@ -586,6 +698,11 @@ CONFIGS = [
     ("mixed", configured(quantized_layers={"x": {"quant_algo": "NVFP4", "group_size": 32}}), ["group_size is 32"]),
     ("mixed", configured(ignore=[1]), ["ignore is [1]: it must be a list of strings"]),
     ("mixed", configured(quant_algo=None), ["quant_algo is None"]),
+    (
+        "nvfp4 modelopt",
+        few_bits.config("fp8 modelopt"),
+        ["is NVFP4 by its tensors, and FP8 by quant_algo and ignore of"],
+    ),
     ("nvfp4 modelopt", {"quant_method": "fp8", "weight_block_size": [128, 128]}, ["is NVFP4 by its tensors, and FP8"]),
     ("nvfp4 compressed", CT | {"ignore": ["re:.*q_proj"]}, [f"'{Q}' is NVFP4", "not quantized by config_groups"]),
     ("nvfp4 compressed", CT | {"config_groups": {}}, ["not quantized by config_groups"]),
@@ -616,7 +733,7 @@ def integers(**changes) -> dict:
 
 
 CONFIGS += [
-    ("gptq", GPTQ | {"bits": 3}, ["bits is 3: 4 and 8 are read here"]),
+    ("gptq", GPTQ | {"bits": 3}, ["bits is 3: it must be 4 or 8"]),
     ("gptq", GPTQ | {"bits": True}, ["bits is True"]),
     ("gptq", GPTQ | {"bits": "4"}, ["bits is '4'"]),
     ("gptq", GPTQ | {"group_size": 0}, ["group_size is 0: it must be a number of inputs, or -1 for a whole row"]),
@@ -635,7 +752,7 @@ CONFIGS += [
     ("gptq", CT, ["is INT4 in", "NVFP4 by config_groups"]),
     ("awq", GPTQ | {"sym": False}, ["must be"]),
     ("awq", AWQ | {"version": "gemv"}, ["version is 'gemv': AWQ's gemm is read here"]),
-    ("awq", AWQ | {"bits": 8}, ["bits is 8: 4 are read here"]),
+    ("awq", AWQ | {"bits": 8}, ["bits is 8: it must be 4"]),
     ("awq", AWQ | {"modules_to_not_convert": ["self_attn"]}, [f"'{Q}' is INT4", "not quantized by modules_to_not"]),
     ("awq", AWQ | {"modules_to_not_convert": [{}]}, ["modules_to_not_convert is [{}]: it must be a list of strings"]),
     ("int4 asymmetric", integers(symmetric=1), ["weights.symmetric is 1: it must be true or false"]),
@@ -649,7 +766,11 @@ CONFIGS += [
     ),
     ("int4 asymmetric", integers(actorder="random"), ["actorder is 'random': it must be weight, group or null"]),
     ("mxfp4", {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 6}, ["data_type is 'mx_fp' with 6 bits"]),
-    ("mxfp4", {"quant_method": "mxfp4"}, ["is quantized by 'mxfp4'"]),
+    (
+        "mxfp4",
+        {"quant_method": "mxfp4"},
+        ["is quantized by 'mxfp4': fp8, awq, gptq, auto-round, compressed-tensors, modelopt are read here"],
+    ),
 ]
 
 
@@ -782,6 +903,46 @@ def test_too_many_patterns_are_refused_in_time(copied, monkeypatch):
     started = time.process_time()
     refused(path, path, "more than 0.05 s", "fewer")
     assert time.process_time() - started < 10
+
+
+def test_the_time_of_one_pattern_counts(monkeypatch):
+    found = quantization.read({"quantization_config": CT | {"ignore": ["re:.*[a-m].{60}[n-z]~"]}}, TINY)
+    monkeypatch.setattr(quantization, "MOST_SECONDS", 0.02)
+    with pytest.raises(InputError, match=r"more than 0\.02 s"):
+        list(map(found.claim, (f"model.layers.{i}.mlp.experts.7.gate_proj" for i in range(8000))))
+
+
+def test_as_many_modules_as_the_largest_checkpoints_have_take_little_time(monkeypatch):
+    """As NVIDIA's Qwen3.5-397B-A17B: three wildcards a layer, and experts by the thousand, of which none matches."""
+    monkeypatch.setattr(quantization, "MOST_SECONDS", 2.0)
+    parts = ("self_attn*", "mlp.shared_expert*", "mlp.shared_expert_gate*")
+    ignored = [f"model.language_model.layers.{i}.{part}" for i in range(60) for part in parts]
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [*ignored, "mtp*"]}
+    found = quantization.read({"quantization_config": config}, TINY)
+    layers = [f"model.language_model.layers.{i}." for i in range(0, 60, 6)]
+    for layer in layers:
+        assert all(found.claim(f"{layer}mlp.experts.{i}.{x}_proj") for i in range(512) for x in ("gate", "up", "down"))
+        assert not found.claim(f"{layer}self_attn.q_proj")
+
+
+def test_the_first_of_many_patterns_tells_what_a_module_is():
+    """Whatever they are: what is quoted without an end, alternatives, flags, what takes much memory."""
+    eight, four = {"bits": 8}, {"bits": 4}
+    large = {f"+:layers[.]{i}[.](?:x{{0,400}}){{2}}": eight for i in range(40)}
+    dynamic = {
+        "+:a|b": eight,
+        r"+:\Qc": eight,
+        r"+:\Qz\E|y": eight,
+        "+:(?i)D": eight,
+        "+:c|d|E": four,
+        "+:.*e$": eight,
+        **large,
+    }
+    found = quantization.read({"quantization_config": GPTQ | {"dynamic": dynamic | {"-:.*": {}}}}, TINY)
+    kinds = {"a": "INT8", "b": "INT8", "c": "INT8", "d": "INT8", "D": "INT8", "C": None, "E": "INT4", "xe": "INT8"}
+    for name, kind in (kinds | {"layers.7.xxx": "INT8", "layers.39.": "INT8", "layers.40.": None}).items():
+        claim = found.claim(name)
+        assert (claim and claim.kind) == kind, name
 
 
 @pytest.mark.parametrize(

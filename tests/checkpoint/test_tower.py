@@ -13,8 +13,10 @@ from dflash_jax.models.config import MediaTokens
 from dflash_jax.models.families import qwen3_5
 from dflash_jax.models.families.vision import vision_entries
 from dflash_jax.ops.backend import XLA
+from tests import few_bits
 from tests.checkpoint.conftest import TARGET_JSON, change_config, change_tensors, says
 from tests.checkpoint.test_orbax import assert_same_module, convert
+from tests.checkpoint.test_quantized import change
 from tests.helpers import HIDDEN, VISION, VOCAB, random_tower
 
 VISION_JSON = {
@@ -61,6 +63,26 @@ def test_saved_tower_loads_to_the_same_bits(saved, target, tower):
     rounded = [np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)) for x in jax.tree.leaves(target)]
     for x, y in zip(jax.tree.leaves(load_target(saved)), rounded, strict=True):
         np.testing.assert_array_equal(np.asarray(x), y)
+
+
+@pytest.mark.parametrize("forms", [("fp8 channel", None), ("fp8 channel", "nvfp4 compressed")])
+def test_blocks_of_a_tower_may_be_in_several_forms(forms, saved, tmp_path):
+    """Which are one parameter here; a conversion has their tensors as they are."""
+    expected, rng = jax.tree.map(np.asarray, load_tower(saved, backend=XLA)), np.random.default_rng(0)
+    right, groups = np.array(expected.blocks.qkv.weight[...]), {}
+    for i, form in enumerate(forms):
+        if form is not None:
+            name = f"model.visual.blocks.{i}.attn.qkv"
+            tensors, values = few_bits.stored(form, f"{name}.weight", right[i].reshape(144, 48), rng)
+            change(saved, {f"{name}.weight": None} | tensors)
+            right[i] = values.reshape(right[i].shape)
+            groups[form] = few_bits.config(form)["config_groups"]["group_0"] | {"targets": [name]}
+    change_config(saved, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
+    convert(saved, tmp_path / "orbax")
+    for path in (saved, tmp_path / "orbax"):
+        found = load_tower(path, backend=XLA)
+        np.testing.assert_array_equal(found.blocks.qkv.weight[...], right)
+        np.testing.assert_array_equal(found.blocks.fc1.weight[...], expected.blocks.fc1.weight[...])
 
 
 def test_every_entry_of_a_tower_is_reversible():

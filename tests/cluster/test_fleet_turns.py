@@ -467,12 +467,21 @@ def test_a_session_stays_at_its_engine_whatever_its_prompt():
     check(main)
 
 
-def test_an_engine_of_another_model_gets_no_requests():
+@pytest.mark.parametrize(
+    "info",
+    [{"model_path": "other"}, {"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "int8"}, {"activations": "fp4"}],
+    ids=lambda info: min(info),
+)
+def test_an_engine_of_another_model_gets_no_requests(info, caplog):
+    """Also of one with other numbers, which would go on with other tokens."""
+
     async def main():
         async with engines("a") as (fleet, script):
             other = Engine("b", script._take, lambda: None)
             fleet.replicas.join(other)
-            fleet.receive(other, protocol.Hello(100, 1, False, {"directory": "m"}, {"model_path": "other"}))
+            fleet.receive(other, protocol.Hello(100, 1, False, {"directory": "m"}, {"model_path": "m"} | info))
+            (value,) = info.values()
+            assert value in caplog.text
             fleet.receive(other, protocol.State(True, None))
             assert fleet.replicas.open == [script.engine]
             fleet.replicas.remove(other)

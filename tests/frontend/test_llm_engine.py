@@ -185,11 +185,14 @@ def test_step_without_a_submitted_sequence_is_an_engine_error(llm):
         SyncEngine(llm).step()
 
 
-def test_costs_on_record_depend_on_the_kernels_and_not_on_the_reasons(llm, monkeypatch):
+def test_costs_on_record_depend_on_kernels_and_activations_and_not_on_reasons(llm, monkeypatch):
     """A reason may name a file that has another name in the next process."""
     identities = []
     monkeypatch.setattr("dflash_jax.frontend.llm.CostRecord", lambda _, *of: identities.append(repr(of)) or NO_RECORD)
     for reason in ("/tmp/a: error", "/tmp/b: error", None):
         monkeypatch.setattr(llm, "backend", replace(llm.backend, no_cpp=reason))
         llm._new_policy(llm.programs)
-    assert identities[0] == identities[1] != identities[2]
+    monkeypatch.setattr(llm, "backend", replace(llm.backend, fp4_activations=True))
+    llm._new_policy(llm.programs)
+    assert identities[0] == identities[1]
+    assert len(set(identities)) == 3

@@ -1,15 +1,21 @@
 """What is read before the weights."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY, LLMConfig
-from dflash_jax.frontend.loading import Checkpoint, _named, prepare_backend
+from dflash_jax.frontend.loading import Checkpoint, _check_fp4, _named, prepare_backend
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import HOPPER
+from dflash_jax.ops.weights import quantize
+from dflash_jax.parallel.sharding import Layout
 
 
 def test_names_of_drafters_differ_and_have_no_paths(tmp_path, monkeypatch):
@@ -37,6 +43,23 @@ def test_drafters_that_nobody_names_have_names():
     assert Checkpoint.read(LLMConfig()).draft_names == ("bundled",)
     assert Checkpoint.read(LLMConfig(TINY / "target", TINY / "draft")).draft_names == ("draft",)
     assert Checkpoint.read(LLMConfig(draft=None)).draft_names == ()
+
+
+def test_runs_of_inputs_that_devices_share_are_told_from_runs_that_are_short_or_of_another_form():
+    def target(*weights):
+        module = nnx.Module()
+        module.layout = Layout.parse("tensor=8")
+        for name, weight in zip("qk", weights, strict=True):
+            setattr(module, name, nnx.Param(weight))
+        return module
+
+    whole, others = (quantize(np.ones((4, size), np.float32), "nvfp4") for size in (64, 24))
+    mxfp4 = replace(whole, scale=np.ones((4, 2), jnp.bfloat16), factor=None).spread(8)
+    for other in (others, mxfp4):
+        assert other.run == 8
+        _check_fp4(target(whole, other))
+    with pytest.raises(InputError, match="devices of mesh data=1,expert=1,tensor=8 share runs of inputs of k: "):
+        _check_fp4(target(whole, whole.spread(8)))
 
 
 @pytest.mark.parametrize(("kernels", "is_said"), [("auto", True), ("all", True), ("xla", False)])

@@ -308,11 +308,12 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_pa
             assert parting is None or parting.is_tie
 
 
-def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device():
+@pytest.mark.parametrize("draft", ["auto", pytest.param("mtp", marks=pytest.mark.long)])
+def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device(draft):
     """Pages go through the prefix cache of two data shards; heads and positions are divided."""
     one, prompt, cached = LLM(draft=None, kv_cache_dtype="fp8", max_len=512), "def f(" * 40, 0
     options = {"mesh": "data=2,tensor=4", "decode_context_parallel_size": 4}
-    eight = LLM(kv_cache_dtype="fp8", max_len=512, **options)
+    eight = LLM(draft=draft, kv_cache_dtype="fp8", max_len=512, **options)
     for mine, right in zip(eight.target.layers, one.target.layers, strict=True):
         for name in SCALES if isinstance(mine.mixer, Attention) else ():
             np.testing.assert_array_equal(*(getattr(layer.mixer, name)[...] for layer in (mine, right)))
@@ -324,8 +325,11 @@ def test_keys_and_values_in_fp8_give_the_text_and_have_the_scales_of_one_device(
             cached += found.cached_tokens
             parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
             assert parting is None or parting.is_tie
+            assert block_size == 1 or max(found.acceptance_lengths) > 1
     assert cached > 0
-    assert all(c.k.dtype == FP8 for c in eight.engine.runner.state.target if isinstance(c, KVCache))
+    state = eight.engine.runner.state
+    caches = [c for each in (state.target, state.draft) for c in each if isinstance(c, KVCache)]
+    assert all(c.k.dtype == c.v.dtype == FP8 for c in caches)
 
 
 @pytest.mark.parametrize("part", ["linear map", "experts", "shared expert"])
@@ -372,7 +376,7 @@ def test_activations_in_fp4_give_the_text_of_one_device():
     (found,) = (divided := LLM(mesh="data=2,tensor=2", **options)).generate(["def f("], params)
     parting = divergence(divided, found.prompt_ids, expected.token_ids, found.token_ids, params)
     assert parting is None or parting.is_tie
-    with pytest.raises(InputError, match="activations 'fp4': devices of mesh tensor=8 share runs of inputs of layers"):
+    with pytest.raises(InputError, match="devices of mesh data=1,expert=1,tensor=8 share runs of inputs of layers"):
         LLM(mesh="tensor=8", **options)
 
 

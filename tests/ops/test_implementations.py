@@ -261,7 +261,11 @@ def unpacked(tree):
 
 @pytest.mark.parametrize(
     ("operation", "name"),
-    [(op, each.name) for op, (implementations, _) in OPERATIONS.items() for each in implementations[: -1 or None]],
+    [
+        (op, each.name)
+        for op, (implementations, _) in OPERATIONS.items()
+        for each in implementations[:-1] or implementations
+    ],
 )
 def test_an_implementation_is_its_reference(operation, name):
     implementation = next(each for each in OPERATIONS[operation][0] if each.name == name)

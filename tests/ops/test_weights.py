@@ -93,6 +93,32 @@ def test_four_bits_are_the_nearest_numbers_of_the_best_scale(kind):
     if found.factor is not None:
         assert len(np.unique(found.factor)) == 1
         assert np.frexp(np.asarray(found.factor).flat[0])[0] == 0.5
+        # The largest scale uses the range of its dtype.
+        assert 128 <= np.asarray(found.scale).astype(np.float32).max() <= 448
+
+
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
+def test_between_two_numbers_the_one_with_an_even_code_is_taken(kind):
+    every = np.arange(-8, 8) if kind == "int4" else few_bits.of_e2m1(np.arange(8))
+    middle = (every[1:] + every[:-1]) / 2
+    # A run for each, beside numbers for which 1 is by far the best scale.
+    others = [*every, *every[1:]] if kind == "int4" else [*6 * [6], *4 * [4], *every[1:6]]
+    runs = np.stack([[*others, n] for n in middle]).astype(np.float32)
+    for sign in (1, -1):
+        found = quantize(jnp.asarray(sign * runs), kind)
+        np.testing.assert_array_equal(np.abs(found.scales()), 1)
+        expected = sign * np.where(np.arange(len(middle)) % 2, every[1:], every[:-1])
+        np.testing.assert_array_equal(found.dense(jnp.float32)[:, -1], expected)
+
+
+@pytest.mark.parametrize("kind", QUANTIZE[1:])
+@pytest.mark.parametrize("none", [np.nan, np.inf])
+def test_a_weight_that_is_no_number_stays_none(kind, none):
+    weight = np.random.default_rng(0).standard_normal((2, 128)).astype(np.float32)
+    weight[0, 70] = none
+    dense = np.asarray(quantize(jnp.asarray(weight), kind).dense(jnp.float32))
+    assert not np.isfinite(dense[0, 70])
+    assert np.isfinite(dense[1]).all()
 
 
 @pytest.mark.parametrize("kind", GROUPS)

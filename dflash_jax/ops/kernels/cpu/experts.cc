@@ -79,6 +79,9 @@ ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer g
   const auto in = PanelsOf(gate_up, hidden, forms, 0), back = PanelsOf(down, features, forms, 1);
   if (!in) return in.error();
   if (!back) return back.error();
+  if (in->count < experts * 2 * features / kLanes || back->count < experts * hidden / kLanes) {
+    return ffi::Error::InvalidArgument("more experts than panels hold");
+  }
   const Routes routes = Route(logits.typed_data(), live.typed_data(), tokens, experts, top, normalise);
   thread_local std::vector<float> activations;
   activations.resize(routes.token.size() * features);

@@ -255,9 +255,11 @@ def has_four_bits(weight: Array | QuantizedWeight) -> bool:
 
 def why_not_weight(weight: Array | QuantizedWeight) -> str | None:
     """The reason why kernels do not support the form of a weight, or None."""
-    if isinstance(weight, QuantizedWeight) and weight.zero is not None and weight.factor is not None:
+    if not isinstance(weight, QuantizedWeight) or weight.zero is None:
+        return None
+    if weight.factor is not None:
         return "a weight with zeros and factors: the kernel takes either"
-    return None
+    return "a weight in e2m1 with zeros: no format has it, nor the kernel" if weight.code == "e2m1" else None
 
 
 def stages_within(stages: int, bytes_of_step: float, card: Card) -> int:

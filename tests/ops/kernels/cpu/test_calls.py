@@ -159,11 +159,13 @@ def test_arrays_of_shapes_that_differ_are_refused():
     table, rows, places = jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32)
     qkv, patch_angles, bounds = jnp.ones((5, 3, 2, 8)), jnp.ones((5, 4)), jnp.zeros(5, jnp.int32)
     few = PackedWeight.of(QuantizedWeight(np.ones((40, 8), np.int8), np.ones((40, 2), np.float32)), 1)
-    longer = replace(few, form=replace(few.form, runs=1))
+    longer, shorter, none = (replace(few, form=replace(few.form, runs=runs)) for runs in (1, 4, 0))
     for message, call in (
         ("panels of another number of inputs", lambda: cpu.linear(x[:, :6], [weight])),
         ("panels of another number of inputs", lambda: cpu.linear(x[:, :4], [few])),
         ("panels of another number of inputs", lambda: cpu.linear(x, [longer])),
+        ("panels of another number of inputs", lambda: cpu.linear(x, [shorter])),
+        ("runs of other sizes", lambda: cpu.linear(x, [none])),
         ("runs of other sizes", lambda: cpu.linear(x[:, :7], [few])),
         ("a norm of another size than the inputs", lambda: cpu.linear(x, [weight], jnp.ones(7))),
         ("a norm of another size than the inputs", lambda: cpu.linear(x, [weight], eight, norm_bias=jnp.ones(9))),
@@ -180,6 +182,15 @@ def test_arrays_of_shapes_that_differ_are_refused():
     ):
         with pytest.raises(Exception, match=message):
             jax.block_until_ready(call())
+
+
+@needs_kernel
+def test_a_call_with_fewer_forms_than_weights_is_refused(monkeypatch):
+    weight = PackedWeight.of(np.ones((40, 8), np.float32), 1)
+    one = cpu.forms_of(weight)
+    monkeypatch.setattr(cpu, "forms_of", lambda *weights: one)
+    with pytest.raises(Exception, match="fewer forms than weights"):
+        jax.block_until_ready(cpu.linear(jnp.ones((2, 8)), [weight, weight]))
 
 
 def rotated(k, angles, norm=None):

@@ -64,3 +64,16 @@ def test_a_token_is_the_same_alone_and_among_others(form):
         some = cpu.mixture(held, logits.at[n:].set(jnp.nan), jnp.arange(50) < n, *panels, 3, True)
         np.testing.assert_array_equal(some[:n], together[:n])
     assert not cpu.mixture(x, logits, jnp.zeros(50, bool), *panels, 3, True).any()
+
+
+@pytest.mark.parametrize("form", [None, "int4"])
+def test_more_experts_than_weights_are_refused(form):
+    """The kernel would read past the end of the panels."""
+    x, logits, *weights = arguments(5, 8, 48, 192)
+    if form is not None:
+        rng = np.random.default_rng(0)
+        weights = [few_bits.weight(rng, w.shape[:-1], w.shape[-1], 48, form) for w in weights]
+    for counts in ((7, 8), (8, 7)):
+        some = (PackedWeight.of(weight[:count], 1) for weight, count in zip(weights, counts, strict=True))
+        with pytest.raises(Exception, match="more experts than panels hold"):
+            cpu.mixture(x, logits, jnp.ones(5, bool), *some, 3, True).block_until_ready()

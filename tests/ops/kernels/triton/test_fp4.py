@@ -3,10 +3,13 @@
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
@@ -141,6 +144,17 @@ def test_mixture_is_its_definition(dtype, tokens, top, experts, idle, shared):
     assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
 
 
+@pytest.mark.parametrize(("axes", "others"), [((("t",), ("t",)), []), (((), ("t",)), ["linear", "linear"])])
+def test_a_shared_expert_over_further_devices_is_not_of_the_experts_kernel(axes, others):
+    """That would round its activations by a factor of each device."""
+    ops, source = [], Source(1)
+    *args, options = arguments.experts(source, 5, 3, 7, 64, 192, 0, ("nvfp4", 0), 64, False)
+    mix = partial(moe.mixture, replace(BLACKWELL, on_choice=lambda choice: ops.append(choice.op)), **options, axes=axes)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("t",))
+    jax.eval_shape(jax.shard_map(mix, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), *args)
+    assert ops == ["mixture", *others]
+
+
 @pytest.mark.parametrize("form", [moe.experts_gathered, moe.experts_grouped, moe.experts_looped])
 def test_each_form_of_experts_rounds_what_both_products_take(form):
     """Few and many experts of a token, against products one by one."""
@@ -175,5 +189,5 @@ def test_what_the_kernels_do_not_support_is_computed_otherwise(backend, inputs, 
 
     source = Source(3)
     x, weights = source.normal(2, inputs), weights_of(source, inputs, (16,))
-    linear(replace(backend, on_choice=keep, no_triton=None if inputs == 32 else backend.no_triton), x, weights)
+    linear(replace(backend, on_choice=keep), x, weights)
     assert reason in passed_over["triton, FP4"]

@@ -77,6 +77,23 @@ def test_a_form_in_sixteen_bits_is_as_near_as_its_definition(form, run):
         assert apart <= 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact).max(), (rows, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_scale_in_a_tile_is_rounded_with_its_product_only(dtype):
+    """A step has two runs. In float16: the interpreter truncates to bfloat16."""
+    rng = np.random.default_rng(0)
+    values, scale = rng.integers(0, 256, (24, 80), np.uint8), rng.uniform(0.5, 2, (24, 10)).astype(dtype)
+    weight = QuantizedWeight(jnp.asarray(values), jnp.asarray(scale), code="int4")
+    (found,) = by_kernel(CUDA, jnp.asarray(np.eye(16, 160), jnp.float16), [weight], dtype=jnp.float32)
+    np.testing.assert_array_equal(found, np.asarray(weight.dense(jnp.float16), np.float32)[:, :16].T)
+
+
+def test_runs_of_no_power_of_two():
+    x, _, weights = arguments.projections(Source(0), 5, 144, ((40,),), ("int4 with zeros", 3))
+    assert weights[0].run == 48
+    found = in_one_program(partial(by_kernel, CUDA))(x, weights)
+    assert_as_near(found, partial(linear, PLAIN), x, weights)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 27])
 def test_weights_of_several_forms_in_one_call(rows):
     """Three kinds, of one shape: each is computed as what it is, and a norm is kept once."""
@@ -133,11 +150,14 @@ def test_factors_of_parts(rows, parts):
     assert_as_near(found, partial(linear, PLAIN), x, [weight])
 
 
-def test_zeros_and_factors_at_once_are_refused():
-    weight = arguments.in_few_bits(Source(0), np.zeros((32, 64), np.float32), "int4 with zeros", 2)
-    weight = replace(weight, factor=jnp.ones((32, 1)))
+def test_zeros_with_factors_or_of_e2m1_are_refused():
+    """In bfloat16 numbers of e2m1 are 2**-126 times too small where zeros would be taken from them."""
+    weight = arguments.in_few_bits(Source(0), np.zeros((32, 160), np.float32), "int4 with zeros", 10)
+    e2m1 = replace(weight, code="e2m1", scale=weight.scale.astype(FLOAT8))
     triton = next(each for each in IMPLEMENTATIONS if each.name == "triton")
-    assert "zeros and factors" in triton.supports(CUDA, jnp.zeros((1, 64)), [weight])
+    for rows in (1, 16):
+        for wrong, named in ((replace(weight, factor=jnp.ones((32, 1))), "zeros and factors"), (e2m1, "e2m1 with")):
+            assert named in triton.supports(CUDA, jnp.zeros((rows, 160), jnp.bfloat16), [wrong])
 
 
 def test_rows_of_a_block_where_each_warp_would_convert_the_weights():
