@@ -369,11 +369,11 @@ def test_activations_that_devices_share_are_rounded_as_on_one(part):
 
 
 def test_activations_in_fp4_give_the_text_of_one_device():
-    """Attention's outputs and experts' features are divided; where a run of inputs would be, it is refused."""
+    """Heads, experts and the shared expert are divided; where a run of inputs would be, it is refused."""
     options = {"draft": None, "quantize": "nvfp4", "activations": "fp4", "max_len": 128}
     params = SamplingParams(max_tokens=32)
     (expected,) = LLM(**options).generate(["def f("], params)
-    (found,) = (divided := LLM(mesh="data=2,tensor=2", **options)).generate(["def f("], params)
+    (found,) = (divided := LLM(mesh="data=2,expert=2", **options)).generate(["def f("], params)
     parting = divergence(divided, found.prompt_ids, expected.token_ids, found.token_ids, params)
     assert parting is None or parting.is_tie
     with pytest.raises(InputError, match="devices of mesh data=1,expert=1,tensor=8 share runs of inputs of layers"):

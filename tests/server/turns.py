@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import sys
 import threading
 import time
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-# Most processor time of a turn, in seconds.
-MOST_S = 0.05
+# Most processor time of a turn, in seconds, on a core that does `_work` in WORK_S.
+MOST_S, WORK_S = 0.05, 0.01
 # Seconds between two looks at what a turn does.
 LOOK_S = 0.004
 
@@ -97,6 +98,19 @@ class Turns:
                 frame = sys._current_frames().get(self.thread.ident or 0)
                 if began == self._began and frame is not None:
                     places[_place(frame)] += 1
+
+
+def slowness() -> float:
+    """How many times longer than WORK_S this core takes now, which others may share; at least 1."""
+    began = time.thread_time()
+    _work()
+    return max(1.0, (time.thread_time() - began) / WORK_S)
+
+
+def _work() -> None:
+    """What turns do: JSON is made and read, and many small objects with it."""
+    for _ in range(27):
+        json.loads(json.dumps([{"id": i, "text": f"token {i}", "values": [i / 7] * 4} for i in range(100)]))
 
 
 def _named(handle: asyncio.Handle) -> str:
