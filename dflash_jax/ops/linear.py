@@ -497,7 +497,7 @@ def linear(
     if biases is not None and (swiglu or len(biases) != len(weights)):
         how = "SwiGLU" if swiglu else f"{len(weights)} weights"
         raise ValueError(f"{len(biases)} biases with {how}: each weight has one, and none with SwiGLU")
-    options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu}
+    options: dict[str, Any] = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu}
     options |= {"biases": biases, "gelu": gelu, "residual": residual, "live": live, "axes": axes}
     in_fp4 = [takes_fp4(backend, w) for w in weights]
     if any(in_fp4) and not all(in_fp4):
@@ -520,7 +520,7 @@ def _by_activations(
     for kind in (False, True):
         places = [i for i, fp4 in enumerate(in_fp4) if fp4 == kind]
         of_kind = None if biases is None else [biases[i] for i in places]
-        chosen = options | {"return_normed": False, "biases": of_kind}
+        chosen: dict[str, Any] = options | {"return_normed": False, "biases": of_kind}
         outputs = linear(backend, x, [weights[i] for i in places], contracted, **chosen)
         results |= dict(zip(places, outputs, strict=True))
     outputs = tuple(results[i] for i in range(len(weights)))

@@ -331,9 +331,9 @@ def _triton(
         logits: Array,
         live: Array,
         first: Array | int,
-        gate_up: ExpertWeight,
-        down: ExpertWeight,
-        shared: tuple[ExpertWeight, ExpertWeight, Array] | None,
+        gate_up: Any,
+        down: Any,
+        shared: tuple[Any, Any, Array] | None,
         residual: Array | None,
     ) -> Array:
         card, local = backend.triton_card, gate_up.shape[0]

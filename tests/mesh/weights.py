@@ -87,6 +87,9 @@ FORMS = [
     ("mixed", "none"),
 ]
 KINDS = ("target", "head", "drafter")
+# Forms that each run loads on all meshes; the others are loaded on FEW, and by the long tests on all.
+EVERYWHERE = (("fp8", None), ("mixed", None))
+on_meshes = pytest.mark.parametrize("layouts", [FEW, pytest.param(LAYOUTS, marks=pytest.mark.long)], ids=["few", "all"])
 
 
 def modules() -> dict:
@@ -230,18 +233,20 @@ def of_one_device(sources, kind, dtype, quantize) -> dict:
     return found
 
 
+@on_meshes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS)
-def test_every_mesh_has_one_devices_weights(sources, kind, dtype, quantize):
+def test_every_mesh_has_one_devices_weights(sources, kind, dtype, quantize, layouts):
     expected = of_one_device(sources, kind, dtype, quantize)
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if (dtype, quantize) in EVERYWHERE else layouts:
         found = load(kind, sources[dtype, kind][0], dtype, layout, quantize)
         check_weights(weights(found), expected, layout)
 
 
+@on_meshes
 @pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
 @pytest.mark.parametrize("kind", draft_layouts.KINDS)
-def test_a_drafter_of_speculators_has_one_devices_weights_on_every_mesh(kind, reduced, tmp_path):
+def test_a_drafter_of_speculators_has_one_devices_weights_on_every_mesh(kind, reduced, layouts, tmp_path):
     vocab, ids = draft_layouts.VOCAB, draft_layouts.IDS
     if reduced and kind == "dflash2":
         # speculators has these with whole vocabularies only.
@@ -253,7 +258,7 @@ def test_a_drafter_of_speculators_has_one_devices_weights_on_every_mesh(kind, re
         tensors |= {"d2t": ids - np.arange(count), "lm_head.weight": head}
     path = draft_layouts.written(draft_layouts.speculators(kind, draft_vocab_size=count), tensors, tmp_path)
     expected = {name: np.asarray(leaf) for name, leaf in weights(load_drafter(path)).items()}
-    for layout in LAYOUTS:
+    for layout in layouts:
         check_weights(weights(load("drafter", path, "float32", layout, None)), expected, layout)
 
 
@@ -272,7 +277,7 @@ def test_a_head_alone_has_the_weights_of_the_same_head_in_the_targets_files(sour
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=path)
 
 
-@pytest.mark.parametrize("layouts", [FEW, pytest.param(LAYOUTS, marks=pytest.mark.long)], ids=["few", "all"])
+@on_meshes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS)
 def test_every_mesh_has_one_devices_weights_from_orbax(sources, conversion, kind, dtype, quantize, layouts):

@@ -26,7 +26,7 @@ from dflash_jax.ops.kernels.triton.experts import block_plan, joined
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.routing import aligned
 from dflash_jax.ops.kernels.triton.tiles import Parts, divisor, next_power_of_two, stages_within
-from dflash_jax.ops.weights import GROUPS, QuantizedWeight, activations_in_nvfp4
+from dflash_jax.ops.weights import GROUPS, QuantizedWeight, Weight, activations_in_nvfp4
 
 RUN = GROUPS["nvfp4"]
 # Outputs of a program, inputs of a step, and stages.
@@ -125,11 +125,12 @@ def _down(
         tl.store(y + offset, tl.trans(total).to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def why_not(card: Card, inputs: int, weights: Sequence[QuantizedWeight], one_factor: bool) -> str | None:
+def why_not(card: Card, inputs: int, weights: Sequence[Weight], one_factor: bool) -> str | None:
     """The reason why the kernels do not support a card, or weights of so many inputs; None where they do."""
     if card.capability < OLDEST_FP4:
         return f"compute capability {card.capability / 10}: products of FP4 need {OLDEST_FP4 / 10}"
-    factors = [math.prod(w.factor.shape) * inputs // math.prod(w.shape) for w in weights if w.factor is not None]
+    scales = [(w.shape, w.factor) for w in weights if isinstance(w, QuantizedWeight) and w.factor is not None]
+    factors = [math.prod(factor.shape) * inputs // math.prod(shape) for shape, factor in scales]
     parts = [inputs // n for n in factors]
     if any(part % 64 for part in parts):
         return f"{inputs} inputs with {factors} factors: each must be for a multiple of 64"
