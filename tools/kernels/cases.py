@@ -24,6 +24,7 @@ from tools.kernels.comparisons import (
     attention,
     convolutions,
     delta,
+    fp4_backend,
     frames,
     mixtures,
     prefilling,
@@ -167,6 +168,13 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         for rows in (1, 16):
             yield named(products, rows, 1, BF16, weights="inputs of attention", quantized=form)
             yield named(products, rows, 1, BF16, weights="gated", quantized=form)
+    if fp4_backend() is not None:
+        fp4 = {"quantized": "nvfp4", "activations": "fp4 activations"}
+        for rows, tokens in sizes.all(BF16)[:4]:
+            yield named(mixtures, rows, tokens, BF16, **fp4)
+        for rows in (1, 16, 300):
+            yield named(products, rows, 1, BF16, weights="gated", **fp4)
+            yield named(products, rows, 1, BF16, weights="residual", **fp4)
     for rows, tokens in sizes.batches[:2]:
         yield named(attention, rows, tokens, F16, heads="target", mask="causal")
         yield named(mixtures, rows, tokens, F16)

@@ -16,7 +16,7 @@ from dflash_jax.ops import block_convolution, cache_write, frame_attention, gate
 from dflash_jax.ops import rotation as rotation_op
 from dflash_jax.ops.backend import Backend, Implementation
 from dflash_jax.ops.cache import FP8
-from dflash_jax.ops.card import HOPPER, Card
+from dflash_jax.ops.card import HOPPER, OLDEST_FP4, Card
 from tools.kernels import arguments
 
 BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
@@ -109,9 +109,18 @@ def on_card() -> Backend:
     return Backend.for_card(tested_card())
 
 
-def kernel_of(implementations: tuple[Implementation, ...], name: str = "triton") -> Callable:
-    """The implementation of this name, on the card."""
-    return partial(next(each.call for each in implementations if each.name == name), on_card())
+def fp4_backend() -> Backend | None:
+    """As `on_card`, with activations in FP4; a B200's where there is no card; None where the card has no FP4."""
+    card = tested_card() if hasattr(jax.devices()[0], "compute_capability") else Card.of_capability(100)
+    has_fp4 = card.capability >= OLDEST_FP4
+    return replace(Backend.for_card(card, "all"), fp4_activations=True) if has_fp4 else None
+
+
+def kernel_of(
+    implementations: tuple[Implementation, ...], name: str = "triton", backend: Backend | None = None
+) -> Callable:
+    """The implementation of this name, on the card, or on another backend."""
+    return partial(next(each.call for each in implementations if each.name == name), backend or on_card())
 
 
 def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None) -> Comparison:
@@ -256,8 +265,11 @@ def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     return Comparison(dtype, kernel, definition, args, permuted, in_place=True)
 
 
-def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None) -> Comparison:
-    """Products of one input with several weights: after a norm, through a gate, or with a residual."""
+def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None, activations=None) -> Comparison:
+    """Products of one input with several weights: after a norm, through a gate, or with a residual.
+
+    ``activations``: "fp4 activations", or None.
+    """
     hidden = sizes.experts[3]
     heads, kv_heads, dim = sizes.target
     outputs = {
@@ -286,7 +298,9 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None)
         return x[order], norm, matrices, None if rest is None else rest[order]
 
     # The head's logits are sums in float32 of exact products.
-    kernel, definition = partial(maps, on_card()), partial(maps, XLA)
+    plain = XLA if activations is None else replace(XLA, fp4_activations=True)
+    kernel = partial(maps, on_card() if activations is None else fp4_backend())
+    definition = partial(maps, plain)
     return Comparison(F32 if weights == "head" else dtype, kernel, definition, (x, norm, matrices, rest), permuted)
 
 
@@ -302,8 +316,10 @@ def convolutions(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     return Comparison(dtype, kernel_of(block_convolution.IMPLEMENTATIONS), definition, args, permuted)
 
 
-def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False) -> Comparison:
-    """Mixtures of experts."""
+def mixtures(
+    source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None
+) -> Comparison:
+    """Mixtures of experts; ``activations`` as in `products`."""
     count, top, features, hidden = sizes.experts
     n = rows * tokens
     scales = (quantized, features // sizes.run) if quantized else None
@@ -330,7 +346,11 @@ def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_o
         shared = shared and (*shared[:2], shared[2][order])
         return x[order], logits[order], live[order], first, gate_up, down, shared, None if rest is None else rest[order]
 
-    kernel = partial(kernel_of(moe.IMPLEMENTATIONS), **options)
+    if activations is None:
+        kernel, backend = kernel_of(moe.IMPLEMENTATIONS), XLA
+    else:
+        kernel = kernel_of(moe.IMPLEMENTATIONS, "triton, FP4", fp4_backend())
+        backend = replace(XLA, fp4_activations=True)
     grouped = next(each.call for each in moe.IMPLEMENTATIONS if each.name == "grouped")
-    definition = partial(grouped, XLA, **options)
+    kernel, definition = partial(kernel, **options), partial(grouped, backend, **options)
     return Comparison(dtype, kernel, definition, tuple(args), permuted, plain)
