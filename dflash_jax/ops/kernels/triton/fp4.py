@@ -145,7 +145,7 @@ class _Plan:
         card: The card that tiles are chosen for.
         arrays: The choices, their weights, and what `aligned` returns or placeholders.
         blocks: Blocks, those of the shared expert included.
-        sizes: What `block_plan` is told.
+        sizes: Arguments of `block_plan`: numbers of choices and tokens, rows of a block, blocks of the shared expert.
     """
 
     card: Card
