@@ -27,6 +27,8 @@ from dflash_jax.ops.kernels.triton.launch import launch_by_default, launching
 INTERPRETED = Backend.for_card(HOPPER)
 # Dtypes that NumPy lacks, which are passed as their bits.
 BITS = {"float8_e4m3fn": np.uint8, "bfloat16": np.int16}
+# Counted beside the kernels: the calls of `launch_p` that were traced.
+CALLS = "calls"
 # The interpreter keeps a program's number and its patches of Triton's language in module globals.
 _LOCK = threading.Lock()
 
@@ -80,7 +82,7 @@ def interpreting(emulate_tf32: bool = False, joined: bool = False) -> Iterator[C
             truncates them does. Else they are products of float32.
 
     Yields:
-        How often each kernel ran, by name.
+        How often each kernel ran, by name, and `CALLS`.
 
     Raises:
         InputError: TRITON_INTERPRET was not set.
@@ -118,7 +120,7 @@ def interpreting(emulate_tf32: bool = False, joined: bool = False) -> Iterator[C
                         buffers[i][...] = _to_numpy(tensor).reshape(buffers[i].shape)
             return tuple(buffers[len(arrays) :])
 
-        ran["calls"] += 1
+        ran[CALLS] += 1
         return jax.pure_callback(run, tuple(results), *args)
 
     def patch_tensor(tensor, scope):

@@ -103,8 +103,7 @@ class Executables(Programs):
 
         backend = self.pair[0].backend
         if backend.joins_launches:
-            # No card has run dependent launches: "all" takes them.
-            run = chained(run, dependent=backend.kernels == "all")
+            run = chained(run)
         state_specs, (in_specs, out_specs) = self.state_specs(state), self.specs(step, state, static)
         mapped = jax.shard_map(
             run,

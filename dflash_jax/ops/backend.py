@@ -99,7 +99,7 @@ class Backend:
             reason = "kernels are 'xla'"
             return cls(platform, card, kernels, reason, reason)
         no_cpp = cpp.why_not() if platform == "cpu" else f"the platform is {platform}"
-        return cls(platform, card, kernels, no_cpp, _no_triton(device, card))
+        return cls(platform, card, kernels, no_cpp, _no_triton(device, card, kernels))
 
     @classmethod
     def for_card(cls, card: Card, kernels: str = "auto") -> "Backend":
@@ -128,11 +128,11 @@ class Backend:
 
     @property
     def joins_launches(self) -> bool:
-        """Whether calls of this package launch the Triton kernels, in place of jax-triton.
+        """Whether calls of this package launch the Triton kernels (`launch.chained`), in place of jax-triton.
 
-        No card has run it: the user's "all" takes it, and it is taken where jax-triton cannot be used.
+        No card has run them: the user's "all" takes them.
         """
-        return self.has_triton and bool(self.kernels == "all" or why_not_jax_triton()) and call.why_not() is None
+        return self.has_triton and self.kernels == "all" and call.why_not() is None
 
     @property
     def triton_card(self) -> Card:
@@ -156,7 +156,7 @@ def _platform(device: Any) -> str:
     return device.platform
 
 
-def _no_triton(device: Any, card: Card | None) -> str | None:
+def _no_triton(device: Any, card: Card | None, kernels: str) -> str | None:
     """Why a device gets no Triton kernels; None where it does."""
     if card is None:
         return f"{device.device_kind} is not an NVIDIA GPU"
@@ -172,9 +172,12 @@ def _no_triton(device: Any, card: Card | None) -> str | None:
         of_triton = import_module("triton").__version__
     if tuple(map(int, of_triton.split(".")[:2])) < OLDEST_TRITON:
         return f"Triton {of_triton} is too old: {'.'.join(map(str, OLDEST_TRITON))} or later is needed"
-    if (reason := why_not_jax_triton()) and (another := call.why_not()):
-        return f"{reason}; and the launcher of this package cannot be built: {another}"
-    return None
+    if (reason := why_not_jax_triton()) is None:
+        return None
+    if kernels != "all":
+        return f"{reason}; --kernels all launches them without jax-triton, as no card has done"
+    another = call.why_not()
+    return another and f"{reason}; nor can this package launch them: {another}"
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ def compile_kernel(
         Triton's compiled kernel.
     """
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
     from triton.compiler import ASTSource
@@ -177,7 +178,10 @@ def compile_kernel(
         "enable_fp_fusion": True,
     }
     source = ASTSource(kernel, signature, meta, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=options)
+    with knobs.compilation.scope():
+        # Lines of sources are two thirds of a cubin, and each call has its own.
+        knobs.compilation.disable_line_info = True
+        return triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=options)
 
 
 @functools.cache

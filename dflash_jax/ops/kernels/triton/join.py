@@ -10,13 +10,8 @@ from dflash_jax.ops.kernels.triton.call import Kernel, launch_p, shape_of
 
 # Functions within a program that are called once, whose launches belong to their caller.
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat")
-# Whatever reads a buffer only, and may therefore be computed before launches that it does not depend on.
-MOVABLE = (
-    "add", "and", "broadcast_in_dim", "bitcast_convert_type", "concatenate", "convert_element_type", "div", "eq", "exp",
-    "ge", "gt", "integer_pow", "iota", "le", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad",
-    "reduce_and", "reduce_max", "reduce_or", "reduce_sum", "rem", "reshape", "select_n", "slice", "squeeze", "sub",
-    "transpose", "expand_dims", "dynamic_slice", "gather", "clamp", "sign", "shift_left", "shift_right_logical", "xor",
-)  # fmt: skip
+# What writes one of its arguments in place where nothing else reads it, as loops may do: it stays after what reads it.
+IN_PLACE = ("dynamic_update_slice", "scatter", "while", "scan", "cond")
 VIEWS = ("reshape", "squeeze", "expand_dims")
 
 
@@ -188,7 +183,10 @@ def _is_view(eqn: jex.JaxprEqn) -> bool:
 
 
 def _is_movable(eqn: jex.JaxprEqn) -> bool:
-    return eqn.primitive.name in MOVABLE
+    """Whether an equation may be computed before launches that it does not depend on."""
+    if eqn.primitive.name.startswith(IN_PLACE):
+        return False
+    return all(all(map(_is_movable, inner.eqns)) for inner in jex.jaxprs_in_params(eqn.params))
 
 
 def _reads(eqn: jex.JaxprEqn) -> list[jex.Var]:

@@ -78,7 +78,7 @@ def launching(launcher: Callable[[Launch], tuple[Any, ...]]) -> Iterator[None]:
         _launcher.reset(token)
 
 
-def chained(function: Callable[..., Any], dependent: bool) -> Callable[..., Any]:
+def chained(function: Callable[..., Any], dependent: bool = True) -> Callable[..., Any]:
     """``function`` of trees of arrays, whose launches are joined where they follow one another.
 
     Inside `launching` it is ``function`` itself.

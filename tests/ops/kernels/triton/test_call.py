@@ -122,11 +122,25 @@ def an_old_value_is_a_result(x, y):
     return double(a), a
 
 
+def an_old_value_is_read_before(x, y):
+    x = x + 1
+    a = add(x, y)
+    b = jnp.sort(x)
+    return double(x), b
+
+
 def an_old_value_is_read_in_between(x, y):
     x = x + 1
     a = add(x, y)
-    b = jnp.sin(a) + jnp.sort(x)
+    b = jnp.sin(a) + x
     return double(x), b
+
+
+def an_update_of_what_a_kernel_reads(x, y):
+    x = x + 1
+    a = add(x, y)
+    b = jax.lax.dynamic_update_slice(x, y[:2], (3,))
+    return add(a, x), b, add(a, b)
 
 
 def a_view_is_overwritten(x, y):
@@ -159,7 +173,7 @@ def in_branches(x, y):
 def called_twice(x, y):
     # A function that has been traced is not traced again, whatever launches kernels now.
     inner = jax.jit(lambda x, y: add(x, y))
-    return inner(inner(x, y), inner(y, x))
+    return inner(inner(x, y), inner(y, y))
 
 
 def with_a_derivative(x, y):
@@ -182,7 +196,9 @@ CASES = [
     case(an_old_value_is_read_by_a_kernel, [1, 1]),
     case(an_old_value_is_read_later, [1, 1]),
     case(an_old_value_is_a_result, [1, 1]),
+    case(an_old_value_is_read_before, [2]),
     case(an_old_value_is_read_in_between, [1, 1]),
+    case(an_update_of_what_a_kernel_reads, [1, 2]),
     case(a_view_is_overwritten, [3]),
     case(an_old_view_is_read, [1, 1]),
     case(in_a_loop, [3]),
@@ -375,3 +391,37 @@ def test_a_damaged_plan_is_an_error(change, written, monkeypatch):
     monkeypatch.setattr(call.Plan, "attributes", damaged)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"plan|buffer"):
         run(lambda x: double(x * 3), arrays(7)[0]).block_until_ready()
+
+
+def program(seed: int):
+    """A function of two arrays of random launches and operations, each of any earlier values."""
+    rng = np.random.default_rng(seed)
+    steps = [(int(rng.integers(7)), *map(int, rng.integers(0, 2 + i, 2))) for i in range(int(rng.integers(3, 14)))]
+    kept = rng.permutation(2 + len(steps))[:3]
+
+    def function(launch_add, launch_double, x, y):
+        values = [x, y]
+        for kind, i, j in steps:
+            a, b = values[i].reshape(N), values[j].reshape(N)
+            values.append(
+                (
+                    lambda: launch_add(a, b),
+                    lambda: launch_add(b.reshape(2, 4), a.reshape(2, 4)),
+                    lambda: launch_double(a),
+                    lambda: launch_double(launch_add(a, b)),
+                    lambda: jnp.maximum(a, b),
+                    lambda: jax.lax.dynamic_update_slice(a, b[:3], (2,)),
+                    lambda: jax.lax.fori_loop(0, 2, lambda _, c: launch_add(launch_double(c), b) / 4, a),
+                )[kind]()
+            )
+        return [values[i] for i in kept]
+
+    return function
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs(written, seed):
+    function, args = program(seed), arrays(seed)
+    expected = jax.jit(lambda x, y: function(jnp.add, lambda x: 2 * x, x, y))(*args)
+    found = run(lambda x, y: function(add, double, x, y), *args)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
