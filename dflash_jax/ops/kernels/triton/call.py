@@ -2,10 +2,6 @@
 
 `launcher.cc` is the call. XLA has one node for it in its graph of a loop, where each launch through jax-triton has a
 node of its own, and a kernel may begin while the one before it ends.
-
-Compared on 27 November 2026: jax-tvm-ffi 0.1.3 needs a function of C++ for what is launched and cannot set the
-attributes of dependent launches; cutlass.jax takes kernels of CuTe DSL; jax-triton 0.4.1 launches one kernel a call and
-cannot be traced by jax 0.12.
 """
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
