@@ -80,9 +80,9 @@ def _gate_up(
     x, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, h,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Computes h [S, F] = silu(gate · x) · (up · x)."""
+    """Computes h [S, F] = silu(gate · x) · (up · x). ``AFTER``: the sums are scaled, not their terms."""
     block = tl.program_id(0)
     is_used, e, token, place = block_plan(
         chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED
@@ -99,9 +99,15 @@ def _gate_up(
             offset = token[:, None] * H + inner + tl.arange(0, BH)[None, :]
             a = tl.load(x + offset, mask=(place < C + N)[:, None], other=0.0)
             w, s = tile(weight, weight_scale, weight_more, row, inner, H, FORM, BF, BH, x.dtype.element_ty)
-            gate += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+            product = tl.dot(a, tl.trans(w), input_precision=PRECISION)
+            gate += product if AFTER else product * s
             w, s = tile(weight, weight_scale, weight_more, row + F, inner, H, FORM, BF, BH, x.dtype.element_ty)
-            up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+            product = tl.dot(a, tl.trans(w), input_precision=PRECISION)
+            up += product if AFTER else product * s
+        if AFTER:
+            # The numbers are not read again: the compiler leaves out what nothing uses.
+            gate *= tile(weight, weight_scale, weight_more, row, 0, H, FORM, BF, BH, x.dtype.element_ty)[1]
+            up *= tile(weight, weight_scale, weight_more, row + F, 0, H, FORM, BF, BH, x.dtype.element_ty)[1]
         activated = gate / (1.0 + tl.exp(-gate)) * up
         block_row = block * M + tl.arange(0, M)
         tl.store(h + block_row[:, None].to(tl.int64) * F + f[None, :], activated.to(h.dtype.element_ty))
@@ -112,7 +118,7 @@ def _down(
     h, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, y,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """Computes y [C + N, H] = down · h: the choices' rows in their order, then the shared expert's."""
     block = tl.program_id(0)
@@ -127,7 +133,10 @@ def _down(
         for inner in range(0, F, BF):
             a = tl.load(h + block_row[:, None] * F + inner + tl.arange(0, BF)[None, :])
             w, s = tile(weight, weight_scale, weight_more, e * H + n, inner, F, FORM, BN, BF, h.dtype.element_ty)
-            total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+            product = tl.dot(a, tl.trans(w), input_precision=PRECISION)
+            total += product if AFTER else product * s
+        if AFTER:
+            total *= tile(weight, weight_scale, weight_more, e * H + n, 0, F, FORM, BN, BF, h.dtype.element_ty)[1]
         offset = place[:, None].to(tl.int64) * H + n[None, :]
         tl.store(y + offset, total.to(y.dtype.element_ty), mask=(place < C + N)[:, None])
 
@@ -189,15 +198,16 @@ def _down_one(
     tl.store(y + n, product.to(y.dtype.element_ty))
 
 
-def _rows_of_a_block(choices: int, experts: int, weight: Array, card: Card) -> int:
+def _rows_of_a_block(choices: int, experts: int, weight: Array, card: Card, scales_after: bool = False) -> int:
     """Rows of a block, about the average choices of an expert.
 
-    128, whose tiles halve the reads of weights and inputs from the L2 cache, needs a card whose products read 16-bit
-    operands in shared memory. Where they read registers, each warp of 64 rows would convert the same weights.
+    128, whose tiles halve the reads of weights and inputs from the L2 cache, needs a card whose products read operands
+    of 16 bits, or of 8 bits that are scaled after the sums, in shared memory. Where they read registers, each warp of
+    64 rows would convert the same weights; where each term is scaled, its registers do not suffice.
     """
     if choices <= 16 * experts or (weight.dtype.itemsize == 1 and not card.reads_shared):
         return 16 if choices <= 2 * experts else 32
-    is_wide = card.reads_shared and weight.dtype.itemsize == 2
+    is_wide = card.reads_shared and (weight.dtype.itemsize == 2 or scales_after)
     return 128 if choices > 64 * experts and is_wide else 64
 
 
@@ -227,6 +237,7 @@ def experts_triton(
     down: Array | QuantizedWeight,
     shared: tuple[Array | QuantizedWeight, Array | QuantizedWeight, Array] | None = None,
     residual: Float[Array, "N H"] | None = None,
+    scales_after: bool = False,
 ) -> Float[Array, "N H"]:
     """The products of `ops.moe.mixture` after its routing.
 
@@ -242,6 +253,7 @@ def experts_triton(
         down: [E, H, F].
         shared: As in `ops.moe.mixture`, with weights that are `are_alike`; None: no shared expert.
         residual: [N, H] or None.
+        scales_after: Whether weights with one scale for each output are scaled after the sums; no card has run it.
 
     Returns:
         [N, H] in x's dtype.
@@ -256,7 +268,8 @@ def experts_triton(
     if n == 1 and not any(run & (run - 1) for run in (first.form[0], second.form[0])):
         gate_up_parts, down_parts = (first, shared_parts[0]), (second, shared_parts[1])
         return _one_token(card, x, weights, chosen, gate_up_parts, down_parts, shared_gate, residual)
-    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first.values, card)
+    after = [scales_after and w.form[0] == size for w, size in ((first, hidden), (second, f))]
+    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first.values, card, all(after))
     is_sorted = n > rows
     no_plan = [jnp.zeros(1, jnp.int32)] * 3
     plan = [chosen, weights, *(aligned(card, weights, chosen, e, rows) if is_sorted else no_plan)]
@@ -281,7 +294,7 @@ def experts_triton(
     (h,) = triton_call(
         card, _gate_up, [x, *first[:3], *shared_parts[0][:3], *plan],
         [jax.ShapeDtypeStruct((blocks * rows, f), x.dtype)], (blocks, f // block_f), num_warps=warps,
-        num_stages=stages_within(stages, step, card), FORM=first.form, BF=block_f, BH=block_h, **sizes,
+        num_stages=stages_within(stages, step, card), FORM=first.form, BF=block_f, BH=block_h, AFTER=after[0], **sizes,
     )  # fmt: skip
     block_n, block_f = divisor(hidden, down_outputs), second.step(f, inner)
     step = block_f * (rows * x.dtype.itemsize + block_n * second.bytes_of_input)
@@ -289,7 +302,7 @@ def experts_triton(
         card, _down, [h, *second[:3], *shared_parts[1][:3], *plan],
         [jax.ShapeDtypeStruct((c + (n if shared_blocks else 0), hidden), x.dtype)], (blocks, hidden // block_n),
         num_warps=warps, num_stages=stages_within(stages, step, card), FORM=second.form, BN=block_n, BF=block_f,
-        **sizes,
+        AFTER=after[1], **sizes,
     )  # fmt: skip
     return joined(y, weights, shared_gate, residual).astype(x.dtype)
 

@@ -164,3 +164,6 @@ def test_rows_of_a_block_where_each_warp_would_convert_the_weights():
     ada, bytes_, halves = Card.of_capability(89), jnp.zeros(1, jnp.uint8), jnp.zeros(1, jnp.bfloat16)
     for card, weight, expected in ((ada, bytes_, 32), (ada, halves, 64), (HOPPER, bytes_, 64), (HOPPER, halves, 128)):
         assert triton_experts._rows_of_a_block(1000, 10, weight, card) == expected
+    # Scaled after the sums, they leave registers for as many rows.
+    assert triton_experts._rows_of_a_block(1000, 10, bytes_, HOPPER, scales_after=True) == 128
+    assert triton_experts._rows_of_a_block(1000, 10, bytes_, ada, scales_after=True) == 32
