@@ -66,55 +66,86 @@ def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
     assert launch.release_of(tmp_path / "missing") is None
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets the versions that are installed, and jax's."""
+
+    def install(jax_version=(0, 11, 2), **versions: str):
+        def find_spec(name):
+            return versions.get(name)
+
+        def version(name):
+            return versions[name.replace("-", "_")]
+
+        for module in (backend, launch):
+            monkeypatch.setattr(module, "find_spec", find_spec)
+            monkeypatch.setattr(module, "version", version)
+        monkeypatch.setattr(jax, "__version_info__", jax_version)
+        monkeypatch.setattr(jax, "__version__", ".".join(map(str, jax_version)))
+        launch.why_not_jax_triton.cache_clear()
+
+    yield install
+    launch.why_not_jax_triton.cache_clear()
+
+
+def reason_of(found, kernels: str = "auto") -> str | None:
+    return Backend.of_device(found, kernels).no_triton
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
-def test_card_of_supported_capability_has_triton(monkeypatch, capability):
-    monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
-    monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    assert Backend.detect().has_triton
+def test_card_of_supported_capability_has_triton(installed, capability):
+    installed(jax_triton="0.4.1", triton="3.9.0")
+    assert reason_of(device(capability)) is None
 
 
 @pytest.mark.parametrize(
-    ("found", "spec", "reason"),
+    ("found", "versions", "reason"),
     [
-        (device("7.5"), object(), "NVIDIA Some Card has compute capability 7.5: kernels need 8.0"),
-        (device("9.0"), None, "jax-triton is not installed"),
-        (SimpleNamespace(platform="cpu", device_kind="cpu"), object(), "cpu is not an NVIDIA GPU"),
+        (device("7.5"), {"triton": "3.9.0"}, "NVIDIA Some Card has compute capability 7.5: kernels need 8.0"),
+        (device("9.0"), {}, "triton is not installed"),
+        (device("9.0"), {"triton": "3.6.0", "jax_triton": "0.4.1"}, "Triton 3.6.0 is too old: 3.7 or later is needed"),
+        (device("9.0"), {"triton": "3.9.0"}, "jax-triton is not installed"),
+        (SimpleNamespace(platform="cpu", device_kind="cpu"), {"triton": "3.9.0"}, "cpu is not an NVIDIA GPU"),
     ],
 )
-def test_why_a_card_has_none(monkeypatch, found, spec, reason):
-    monkeypatch.setattr(jax, "devices", lambda: [found])
-    monkeypatch.setattr(backend, "find_spec", lambda name: spec)
-    assert reason in Backend.detect().no_triton
+def test_why_a_card_has_none(installed, found, versions, reason):
+    installed(**versions)
+    assert reason in reason_of(found)
 
 
 @pytest.mark.parametrize(
-    ("of_jax", "of_jax_triton", "works"),
-    [((0, 11, 2), "0.4.1", True), ((0, 12, 0), "0.4.1", False), ((0, 12, 0), "0.5.0", True)],
+    ("of_jax", "versions", "works"),
+    [
+        ((0, 11, 2), {"jax_triton": "0.4.1"}, True),
+        ((0, 12, 0), {"jax_triton": "0.4.1"}, False),
+        ((0, 12, 0), {"jax_triton": "0.5.0"}, True),
+        ((0, 12, 0), {}, False),
+    ],
 )
-def test_a_jax_that_cannot_trace_jax_triton(monkeypatch, of_jax, of_jax_triton, works):
-    monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
-    monkeypatch.setattr(jax, "__version_info__", of_jax)
-    monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    monkeypatch.setattr(backend, "version", {"jax-triton": of_jax_triton, "triton": "3.10.0"}.get)
-    reason = Backend.detect().no_triton
-    assert reason is None if works else "needs jax below 0.12" in reason
+def test_without_a_jax_triton_that_jax_can_trace_the_users_all_needs_a_compiler(
+    installed, of_jax, versions, works, monkeypatch
+):
+    installed(of_jax, triton="3.10.0", **versions)
+    reason = reason_of(device("9.0"))
+    assert reason is None if works else "--kernels all" in reason
+    for why_not in (None, "no C++ compiler"):
+        monkeypatch.setattr(backend.call, "why_not", lambda why_not=why_not: why_not)
+        chosen = Backend.of_device(device("9.0"), "all")
+        assert chosen.no_triton is None if works or why_not is None else why_not in chosen.no_triton
+        assert chosen.joins_launches == (why_not is None)
+        assert not Backend.of_device(device("9.0")).joins_launches
 
 
-@pytest.mark.parametrize("has_name", [True, False])
-def test_a_triton_that_jax_triton_cannot_use(monkeypatch, has_name):
-    """PyTorch 2.11 has Triton 3.6, a nightly one under another distribution's name."""
+def test_a_triton_under_another_name_has_its_own_version(installed, monkeypatch):
+    """Of a PyTorch nightly."""
+    installed(jax_triton="0.4.1", triton="3.9.0")
 
     def version(name):
-        if name == "triton" and not has_name:
-            raise backend.PackageNotFoundError(name)
-        return {"jax-triton": "0.4.1", "triton": "3.6.0"}[name]
+        raise backend.PackageNotFoundError(name)
 
-    monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
-    monkeypatch.setattr(backend, "find_spec", lambda name: object())
     monkeypatch.setattr(backend, "version", version)
     monkeypatch.setattr(backend, "import_module", lambda name: SimpleNamespace(__version__="3.6.0"))
-    expected = "Triton 3.6.0 is too old for jax-triton 0.4.1: it needs 3.7 or later"
-    assert Backend.detect().no_triton == expected
+    assert "Triton 3.6.0 is too old" in reason_of(device("9.0"))
 
 
 def test_numbers_of_a_card():
