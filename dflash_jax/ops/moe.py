@@ -349,7 +349,7 @@ def _triton(
             y = fp4.experts(card, x, weights, chosen, gate_up, down, *rest, axes=axes[0])
         else:
             y = triton_experts.experts_triton(
-                card, x, weights, chosen, gate_up, down, *rest, scales_after=backend.kernels == "all"
+                card, x, weights, chosen, gate_up, down, *rest, untried=backend.kernels == "all"
             )
         return y if fused else _with_shared(backend, y, x, shared, axes[1])
 

@@ -33,6 +33,10 @@ from dflash_jax.ops.weights import QuantizedWeight
 # By the rows of a block: outputs of a program of `_gate_up` (which computes two products for each) and of `_down`,
 # warps, stages, and bytes of a row's inputs in a step.
 TILES = {16: (64, 64, 4, 4, 256), 32: (64, 64, 4, 4, 256), 64: (64, 64, 4, 3, 256), 128: (128, 256, 8, 3, 128)}
+# Stages of `_gate_up`, by the rows of a block, with which two programs with 16-bit weights share the memory of a
+# multiprocessor of Hopper and data-centre Blackwell: while one finds out its rows and stores its results, which takes
+# about a sixth of its time, the other one reads. Blocks of 16 rows leave that much memory as they are.
+STAGES_OF_TWO = {32: 3, 64: 2}
 # For one token, without matrix products: outputs of a program, warps, and warps for quantized weights.
 GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
 # More choices are left to XLA, whose arrays are of the experts' size and not of the choices'.
@@ -237,7 +241,7 @@ def experts_triton(
     down: Array | QuantizedWeight,
     shared: tuple[Array | QuantizedWeight, Array | QuantizedWeight, Array] | None = None,
     residual: Float[Array, "N H"] | None = None,
-    scales_after: bool = False,
+    untried: bool = False,
 ) -> Float[Array, "N H"]:
     """The products of `ops.moe.mixture` after its routing.
 
@@ -253,7 +257,8 @@ def experts_triton(
         down: [E, H, F].
         shared: As in `ops.moe.mixture`, with weights that are `are_alike`; None: no shared expert.
         residual: [N, H] or None.
-        scales_after: Whether weights with one scale for each output are scaled after the sums; no card has run it.
+        untried: Whether what no card has run is taken: of 16-bit weights, stages with which two programs of `_gate_up`
+            fit on a multiprocessor; weights with one scale for each output are scaled after the sums.
 
     Returns:
         [N, H] in x's dtype.
@@ -268,7 +273,7 @@ def experts_triton(
     if n == 1 and not any(run & (run - 1) for run in (first.form[0], second.form[0])):
         gate_up_parts, down_parts = (first, shared_parts[0]), (second, shared_parts[1])
         return _one_token(card, x, weights, chosen, gate_up_parts, down_parts, shared_gate, residual)
-    after = [scales_after and w.form[0] == size for w, size in ((first, hidden), (second, f))]
+    after = [untried and w.form[0] == size for w, size in ((first, hidden), (second, f))]
     c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first.values, card, all(after))
     is_sorted = n > rows
     no_plan = [jnp.zeros(1, jnp.int32)] * 3
@@ -287,6 +292,9 @@ def experts_triton(
     }
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     gate_outputs, down_outputs, warps, stages, step_bytes = TILES[rows]
+    gate_stages = stages
+    if untried and card.reads_shared and first.values.dtype.itemsize == 2:
+        gate_stages = STAGES_OF_TWO.get(rows, stages)
     # Of four bits twice as many inputs, where a block has few rows.
     inner = step_bytes // x.dtype.itemsize
     block_f, block_h = divisor(f, gate_outputs), first.step(hidden, inner)
@@ -294,7 +302,8 @@ def experts_triton(
     (h,) = triton_call(
         card, _gate_up, [x, *first[:3], *shared_parts[0][:3], *plan],
         [jax.ShapeDtypeStruct((blocks * rows, f), x.dtype)], (blocks, f // block_f), num_warps=warps,
-        num_stages=stages_within(stages, step, card), FORM=first.form, BF=block_f, BH=block_h, AFTER=after[0], **sizes,
+        num_stages=stages_within(gate_stages, step, card), FORM=first.form, BF=block_f, BH=block_h, AFTER=after[0],
+        **sizes,
     )  # fmt: skip
     block_n, block_f = divisor(hidden, down_outputs), second.step(f, inner)
     step = block_f * (rows * x.dtype.itemsize + block_n * second.bytes_of_input)
