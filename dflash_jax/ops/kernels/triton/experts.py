@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.ops.card import Card
+from dflash_jax.ops.card import KIB, Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.routing import aligned
 from dflash_jax.ops.kernels.triton.tiles import (
@@ -33,10 +33,10 @@ from dflash_jax.ops.weights import QuantizedWeight
 # By the rows of a block: outputs of a program of `_gate_up` (which computes two products for each) and of `_down`,
 # warps, stages, and bytes of a row's inputs in a step.
 TILES = {16: (64, 64, 4, 4, 256), 32: (64, 64, 4, 4, 256), 64: (64, 64, 4, 3, 256), 128: (128, 256, 8, 3, 128)}
-# Stages of `_gate_up`, by the rows of a block, with which two programs with 16-bit weights share the memory of a
-# multiprocessor of Hopper and data-centre Blackwell: while one finds out its rows and stores its results, which takes
-# about a sixth of its time, the other one reads. Blocks of 16 rows leave that much memory as they are.
-STAGES_OF_TWO = {32: 3, 64: 2}
+# What no card has run: outputs of a program of `_down` by the rows of a block, which halve the reads of its inputs; and
+# programs of a multiprocessor for blocks of fewer than 128 rows. While one finds out its rows and stores its results,
+# which takes about a sixth of its time, the other one reads.
+UNTRIED_DOWN, UNTRIED_PROGRAMS = {64: 128}, 2
 # For one token, without matrix products: outputs of a program, warps, and warps for quantized weights.
 GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
 # More choices are left to XLA, whose arrays are of the experts' size and not of the choices'.
@@ -215,6 +215,15 @@ def _rows_of_a_block(choices: int, experts: int, weight: Array, card: Card, scal
     return 128 if choices > 64 * experts and is_wide else 64
 
 
+def _stages(stages: int, bytes_of_step: float, rows: int, card: Card, shares: bool) -> int:
+    """Stages of a loop, at most ``stages``; ``shares``: with which two programs fit on a multiprocessor."""
+    if not shares:
+        return stages_within(stages, bytes_of_step, card)
+    memory = (card.shared_memory + KIB) // UNTRIED_PROGRAMS - 2 * KIB
+    # Products of fewer rows than 64 read registers, where one stage is kept.
+    return min(stages, max(2, int(memory // bytes_of_step) + (rows < 64)))
+
+
 def why_not(choices: int, gate_up: Array | QuantizedWeight, down: Array | QuantizedWeight) -> str | None:
     """The reason why the kernels do not support ``choices`` choices of experts with these weights, or None."""
     if choices > MAX_CHOICES:
@@ -257,8 +266,8 @@ def experts_triton(
         down: [E, H, F].
         shared: As in `ops.moe.mixture`, with weights that are `are_alike`; None: no shared expert.
         residual: [N, H] or None.
-        untried: Whether what no card has run is taken: of 16-bit weights, stages with which two programs of `_gate_up`
-            fit on a multiprocessor; weights with one scale for each output are scaled after the sums.
+        untried: Whether what no card has run is taken: two programs on a multiprocessor, and weights with one scale for
+            each output that are scaled after the sums.
 
     Returns:
         [N, H] in x's dtype.
@@ -292,9 +301,8 @@ def experts_triton(
     }
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     gate_outputs, down_outputs, warps, stages, step_bytes = TILES[rows]
-    gate_stages = stages
-    if untried and card.reads_shared and first.values.dtype.itemsize == 2:
-        gate_stages = STAGES_OF_TWO.get(rows, stages)
+    shares = untried and card.reads_shared and rows < 128 and not first.has_four_bits
+    down_outputs = UNTRIED_DOWN.get(rows, down_outputs) if shares else down_outputs
     # Of four bits twice as many inputs, where a block has few rows.
     inner = step_bytes // x.dtype.itemsize
     block_f, block_h = divisor(f, gate_outputs), first.step(hidden, inner)
@@ -302,7 +310,7 @@ def experts_triton(
     (h,) = triton_call(
         card, _gate_up, [x, *first[:3], *shared_parts[0][:3], *plan],
         [jax.ShapeDtypeStruct((blocks * rows, f), x.dtype)], (blocks, f // block_f), num_warps=warps,
-        num_stages=stages_within(gate_stages, step, card), FORM=first.form, BF=block_f, BH=block_h, AFTER=after[0],
+        num_stages=_stages(stages, step, rows, card, shares), FORM=first.form, BF=block_f, BH=block_h, AFTER=after[0],
         **sizes,
     )  # fmt: skip
     block_n, block_f = divisor(hidden, down_outputs), second.step(f, inner)
@@ -310,7 +318,7 @@ def experts_triton(
     (y,) = triton_call(
         card, _down, [h, *second[:3], *shared_parts[1][:3], *plan],
         [jax.ShapeDtypeStruct((c + (n if shared_blocks else 0), hidden), x.dtype)], (blocks, hidden // block_n),
-        num_warps=warps, num_stages=stages_within(stages, step, card), FORM=second.form, BN=block_n, BF=block_f,
+        num_warps=warps, num_stages=_stages(stages, step, rows, card, shares), FORM=second.form, BN=block_n, BF=block_f,
         AFTER=after[1], **sizes,
     )  # fmt: skip
     return joined(y, weights, shared_gate, residual).astype(x.dtype)
