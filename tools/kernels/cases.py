@@ -154,6 +154,8 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
     yield named(writing, 7, 5, FP8)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16, quantized="fp8")
+    for rows, tokens in (*sizes.few(BF16), sizes.all(BF16)[-1]):
+        yield named(mixtures, rows, tokens, BF16, quantized="fp8", one_scale=True)
     for rows, tokens in sizes.all(F32):
         yield named(mixtures, rows, tokens, F32)
     for rows in (1, 7, 16):

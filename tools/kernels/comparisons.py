@@ -317,12 +317,15 @@ def convolutions(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def mixtures(
-    source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None
+    source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None, one_scale=False
 ) -> Comparison:
-    """Mixtures of experts; ``activations`` as in `products`."""
+    """Mixtures of experts; ``activations`` as in `products`.
+
+    ``one_scale``: each output has one, as all kernels take it.
+    """
     count, top, features, hidden = sizes.experts
     n = rows * tokens
-    scales = (quantized, features // sizes.run) if quantized else None
+    scales = (quantized, 1 if one_scale else features // sizes.run) if quantized else None
     idle = n // 5
     *args, options = arguments.experts(
         source, n, top, count, features, hidden, idle, scales, None if routed_only else features, rows != 7, dtype
@@ -347,7 +350,8 @@ def mixtures(
         return x[order], logits[order], live[order], first, gate_up, down, shared, None if rest is None else rest[order]
 
     if activations is None:
-        kernel, backend = kernel_of(moe.IMPLEMENTATIONS), XLA
+        kernel = kernel_of(moe.IMPLEMENTATIONS, backend=replace(on_card(), kernels="all") if one_scale else None)
+        backend = XLA
     else:
         kernel = kernel_of(moe.IMPLEMENTATIONS, "triton, FP4", fp4_backend())
         backend = replace(XLA, fp4_activations=True)
