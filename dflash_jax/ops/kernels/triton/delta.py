@@ -8,6 +8,7 @@ Letters as in `ops.gated_delta`.
 # A Triton kernel is compiled from Python's syntax; Triton's annotations describe the host's objects.
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from dflash_jax.ops.kernels.triton.tiles import log_decay_of, why_not_sizes
 
 # Tokens of a chunk, and the most that a program takes.
 TOKENS = 16
-# Up to FEW_PROGRAMS programs have more warps each: otherwise the accelerator is not busy (H200).
+# Up to FEW_PROGRAMS programs have more warps each: otherwise an H200 (`Card.scaled` on others) is not busy.
 FEW_PROGRAMS, FEW_WARPS, WARPS = 264, 8, 4
 # The most layers of a launch, each of which has seven pointers among its arguments. Compilation takes no longer for 16
 # than for one, and 4 KB of arguments have room for 72. More than 16 save no launch of 16 and 32 layers, and one of 30,
@@ -314,7 +315,7 @@ def gated_delta_triton(
     g, r, dk, dv = (sizes[n] for n in ("G", "R", "DK", "DV"))
     programs = b * g * r
     # One token has no matrix product, which would need more warps.
-    warps = FEW_WARPS if t > 1 and programs <= FEW_PROGRAMS else WARPS
+    warps = FEW_WARPS if t > 1 and programs <= card.scaled(FEW_PROGRAMS) else WARPS
     out = [
         jax.ShapeDtypeStruct((b, t, g, r, dv), qkvz.dtype),
         jax.ShapeDtypeStruct((b, t, g, dk), jnp.float32),
@@ -372,7 +373,8 @@ def _replayed(
 ) -> list[DeltaState]:
     """The states after one launch of a kernel with arguments for ``room`` layers."""
     b, t, g = records[0].k.shape[:3]
-    sizes, heads = _sizes(states[0], t) | meta, b * g * states[0].recurrent.shape[2]
+    sizes, grid = _sizes(states[0], t) | meta, (b * g * states[0].recurrent.shape[2], len(states))
+    warps = FEW_WARPS if math.prod(grid) <= card.scaled(FEW_PROGRAMS) else WARPS
     pairs = zip(states, records, strict=True)
     args = [x for s, r in pairs for x in (s.recurrent, s.conv_inputs, s.row_indices(), *jax.tree.leaves(r))]
     of_layer = len(args) // len(states)
@@ -380,9 +382,9 @@ def _replayed(
     # Products of bfloat16 models are TF32, as XLA's are; sums are float32.
     precision = "ieee" if records[0].conv_inputs.dtype == jnp.float32 else "tf32"
     written = triton_call(
-        card, kernel, args, [], (heads, len(states)),
-        in_place=tuple(of_layer * i + j for i in range(len(states)) for j in (0, 1)),
-        num_warps=FEW_WARPS if heads * len(states) <= FEW_PROGRAMS else WARPS, PRECISION=precision, **sizes,
+        card, kernel, args, [], grid,
+        in_place=tuple(of_layer * i + j for i in range(len(states)) for j in (0, 1)), num_warps=warps,
+        PRECISION=precision, **sizes,
     )  # fmt: skip
     arrays = zip(states, written[::2], written[1::2], strict=True)
     return [DeltaState(recurrent, conv, state.rows) for state, recurrent, conv in arrays]
