@@ -121,6 +121,9 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         yield named(delta, rows, tokens, BF16)
     for rows, tokens in sizes.all(BF16):
         yield named(prefilling if tokens > 16 else replaying, rows, tokens, BF16)
+    # Of 30 layers in two launches.
+    for rows, tokens, dtype, layers in ((1, 16, BF16, 30), (1, 1, BF16, 30), (7, 5, BF16, 2), (1, 16, F32, 2)):
+        yield named(replaying, rows, tokens, dtype, layers=layers)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16)
     for rows, tokens in sizes.all(BF16):

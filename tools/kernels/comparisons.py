@@ -248,14 +248,23 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     return Comparison(dtype, kernel, definition, (spoilt, *args[1:], n), permuted, plain=(*args, n))
 
 
-def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    """Replay of a record."""
+def replaying(source, sizes: Sizes, rows, tokens, dtype, layers=0) -> Comparison:
+    """Replay of a record; of so many ``layers`` together, whose states differ, where there are any."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     _, record = jax.jit(partial(gated_delta.reference, XLA, eps=1e-6))(*args)
     count = np.arange(tokens, tokens + rows) % (tokens + 1)
     state, record = arguments.poisoned(args[2]), arguments.spoilt(record, count)
 
+    def of_layers(replay_layers, state, record, n):
+        states = [replace(state, recurrent=state.recurrent * (1 + i / 8)) for i in range(layers)]
+        after = replay_layers(states, [record] * layers, n)
+        recurrent, conv = (jnp.stack(x) for x in zip(*((s.recurrent, s.conv_inputs) for s in after), strict=True))
+        return replace(state, recurrent=recurrent, conv_inputs=conv)
+
     definition, kernel = partial(gated_delta.replay_reference, XLA), kernel_of(gated_delta.REPLAYS)
+    if layers:
+        definition = partial(of_layers, partial(gated_delta.replay_layers_reference, XLA))
+        kernel = partial(of_layers, kernel_of(gated_delta.LAYERS_REPLAYS))
 
     def permuted(args, order):
         state, record, n = args

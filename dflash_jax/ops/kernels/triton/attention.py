@@ -15,8 +15,8 @@ from dflash_jax.ops.card import KIB, OLDEST_FP8, Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
-# Programs that keep an accelerator busy, and the most splits of a context: further splits cost more to join than they
-# save (H200).
+# Programs that keep an H200 busy (`Card.scaled` on others), and the most splits of a context: further splits cost more
+# to join than they save.
 PROGRAMS, MAX_SPLITS = 264, 32
 # Query rows of a program (for up to FEW_TOKENS new tokens, and for more), context positions of a loop step (both are
 # reduced where the card's shared memory is too small), warps (for fewer than 64 rows, and for more) and stages.
@@ -397,7 +397,7 @@ def _partial_softmaxes(
     tiles = -(-m // block)
     # Splits do not depend on the capacity, which other requests may raise: in a batch and block of one shape a context
     # is always split the same way.
-    splits = max(1, min(PROGRAMS // (b * heads * tiles), MAX_SPLITS))
+    splits = max(1, min(card.scaled(PROGRAMS) // (b * heads * tiles), MAX_SPLITS))
     if mask is None:
         block_mask = jnp.zeros((1, 1, 1), jnp.int8)
     else:

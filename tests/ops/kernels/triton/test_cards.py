@@ -1,5 +1,6 @@
 """Kernels on cards of all kinds: which are supported, tiles that fit them, and the PTX that their assembler reads."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -11,11 +12,13 @@ pytest.importorskip("triton.runtime.interpreter")
 
 from dflash_jax.ops import backend
 from dflash_jax.ops.backend import Backend
-from dflash_jax.ops.card import KIB, SHARED_MEMORY, Card
+from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.ops.card import HOPPER, KIB, SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton import attention as triton_attention
-from dflash_jax.ops.kernels.triton import launch
+from dflash_jax.ops.kernels.triton import delta, delta_chunks, launch
 from dflash_jax.ops.kernels.triton import linear as triton_project
 from dflash_jax.ops.kernels.triton import tiles as triton_tiles
+from dflash_jax.ops.weights import quantize
 
 
 def device(capability: str, **more) -> SimpleNamespace:
@@ -150,9 +153,91 @@ def test_a_triton_under_another_name_has_its_own_version(installed, monkeypatch)
 
 def test_numbers_of_a_card():
     """JAX's numbers where it reports them, else those of the capability; for an unknown one, the least of all."""
-    assert Card.of_device(device("9.0")) == Card(90, 227 * KIB)
-    assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000)) == Card(90, 1000)
-    assert Card.of_capability(133) == Card(133, 99 * KIB)
+    assert Card.of_device(device("9.0")) == Card(90, 227 * KIB, 132)
+    assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000, core_count=114)) == Card(90, 1000, 114)
+    assert Card.of_capability(133) == Card(133, 99 * KIB, 132)
+    assert Card.of_capability(100).multiprocessors == 148
+
+
+def test_an_h200_has_what_was_measured_on_it():
+    """Numbers that are in proportion to multiprocessors are as they stand."""
+    assert all(HOPPER.scaled(n) == n for n in range(1000))
+    assert [Card.of_capability(c).scaled(264) for c in (80, 89, 100, 120)] == [216, 284, 296, 340]
+
+
+def launched(call, *args, **options) -> list:
+    """The launches of a call, which returns zeros."""
+    launches = []
+
+    def stub(one):
+        launches.append(one)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in (*(one.args[i] for i in one.in_place), *one.out))
+
+    with launch.launching(stub):
+        jax.eval_shape(partial(call, **options), *args)
+    return launches
+
+
+# By outputs, of a weight in bfloat16 and of one in FP8: outputs of a program, and steps in flight.
+TILES = {
+    90: {1056: ((16, 6), (16, 8)), 2048: ((16, 6), (32, 8)), 4096: ((32, 4), (64, 6)), 12352: ((64, 4), (64, 6))},
+    # More in flight where programs have a multiprocessor each.
+    100: {1056: ((16, 7), (16, 9)), 2048: ((16, 7), (32, 9)), 4096: ((32, 4), (64, 7)), 12352: ((64, 4), (64, 6))},
+    # Fewer programs keep all multiprocessors busy.
+    80: {1056: ((16, 6), (16, 8)), 1696: ((16, 6), (32, 8)), 3392: ((32, 4), (64, 6)), 12352: ((64, 4), (64, 6))},
+}
+
+
+@pytest.mark.parametrize("capability", TILES)
+def test_tiles_of_linear_by_multiprocessors(capability):
+    card, x = Card.of_capability(capability), jax.ShapeDtypeStruct((16, 2048), jnp.bfloat16)
+    for outputs, tiles in TILES[capability].items():
+        weight = jax.ShapeDtypeStruct((outputs, 2048), jnp.bfloat16)
+        scaled = jax.eval_shape(lambda w: quantize(w, "int8", 16), weight)
+        found = [launched(triton_project.project_triton, x, [w], card=card)[0] for w in (weight, scaled)]
+        assert tuple((one.meta["BN"], one.num_stages) for one in found) == tiles
+
+
+def test_parts_of_attention_by_multiprocessors(monkeypatch):
+    """As many as two programs a multiprocessor are, at most 32."""
+    # Interpreted kernels have fewer.
+    monkeypatch.setattr(triton_attention, "PROGRAMS", 264)
+    q, k = (jax.ShapeDtypeStruct((4, 16, n, 256), jnp.bfloat16) for n in (16, 2))
+    cache = jax.eval_shape(partial(KVCache.create, 4, 2, 256, 2048, jnp.bfloat16))
+    length, bounds = jax.ShapeDtypeStruct((4,), jnp.int32), jax.eval_shape(partial(Bounds.none, 4, 16))
+
+    def splits(capability):
+        call = partial(triton_attention.attend_triton, Card.of_capability(capability))
+        return launched(call, q, k, k, None, cache, length, bounds)[0].meta["SPLITS"]
+
+    assert [splits(c) for c in (80, 89, 90, 100, 120)] == [13, 17, 16, 18, 21]
+
+
+def test_programs_of_the_delta_rule_by_multiprocessors():
+    """Warps of a head's program, and its values over many chunks: few programs get more."""
+
+    def state(rows, heads):
+        return DeltaState(jnp.zeros((rows, heads, 2, 128, 128)), jnp.zeros((rows, 3, heads, 512)))
+
+    def warps(capability, rows):
+        record = DeltaRecord(*(jnp.zeros((rows, 5, 16, *x)) for x in ((128,), (2, 128), (2,), (512,))))
+        call = partial(delta.replay_triton, Card.of_capability(capability))
+        return launched(call, state(rows, 16), record, jnp.zeros(rows, jnp.int32))[0].num_warps
+
+    def values(capability, heads):
+        parts = [jnp.zeros((3, 1, heads, 2, 64, 128))] * 3 + [jnp.zeros((3, 1, heads, 2, 64, 64))]
+        call = partial(delta_chunks.from_chunk_to_chunk, Card.of_capability(capability), tokens=192)
+        rest = jnp.zeros((3, 1, heads, 2, 64, 128)), jnp.zeros((3, 1, heads, 2))
+        return launched(call, state(1, heads), *parts, *rest)[0].meta["BV"]
+
+    assert [warps(c, rows) for c, rows in ((90, 8), (90, 9), (100, 9), (100, 10), (80, 7))] == [8, 4, 8, 4, 4]
+    assert [values(c, heads) for c, heads in ((90, 16), (90, 17), (100, 18), (100, 19), (80, 16))] == [
+        32,
+        64,
+        32,
+        64,
+        64,
+    ]
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
