@@ -468,8 +468,8 @@ def _partial_softmaxes(
         is_long: As `attend_long_triton` describes it.
 
     Returns:
-        Largest score and sum of weights, float32 [B, K, splits, T R], and weighted values, [B, K, splits, T R, D]; where
-        ``is_long``, values of a split that sees no key are arbitrary.
+        Largest score and sum of weights, float32 [B, K, splits, T R], and weighted values, [B, K, splits, T R, D].
+        Where ``is_long``, the values of a split that sees no key are arbitrary.
     """
     b, t, n, d = q.shape
     k, v = (q, q) if new is None else new
