@@ -658,6 +658,17 @@ def test_acceptance_that_falls_with_the_context_is_followed_within_few_rounds(bo
         assert speed > 0.85 * short
 
 
+def test_long_contexts_alone_for_a_while_do_not_make_short_ones_look_hard():
+    record, rng = DrafterRecord([0.7], 7), random.Random(0)
+    for rounds, rate, length in ((300, 0.85, 100), (3000, 0.15, 20000)):
+        for _ in range(rounds):
+            record.observe([yielded(rng, rate, 8)], 8, length)
+            assert record.odds
+    short, long = record.odds[0], record.odds[0] * record.length_ratio(20000)
+    assert 3 < short < 12
+    assert 0.1 < long < 0.35
+
+
 def test_where_contexts_of_all_lengths_draft_alike_lengths_change_nothing():
     policy, rng = DraftLengthPolicy(tuple(LONG_COSTS)), random.Random(0)
     best = max(expected_tokens(0.8, s.block_size) / LONG_COSTS[s] for s in LONG_COSTS)
