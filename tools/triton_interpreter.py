@@ -183,6 +183,7 @@ def small_grids() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (triton_attention, "PROGRAMS", 12),
+            (triton_attention, "LONG_PROGRAMS", 12),
             (triton_experts, "GATE_UP_ONE", (16, 1, 1)),
             (triton_experts, "DOWN_ONE", (32, 1, 1)),
             (triton_linear, "BY_ROW_OUTPUTS", 32),

@@ -123,7 +123,9 @@ def kernel_of(
     return partial(next(each.call for each in implementations if each.name == name), backend or on_card())
 
 
-def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None) -> Comparison:
+def attention(
+    source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None, kernel="triton"
+) -> Comparison:
     """Attention over a cache and a block, with keys and values in ``dtype`` or, ``cached`` "fp8", in FP8."""
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
@@ -136,7 +138,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
     }[mask]
     both = source.normal(rows, tokens, n, 2, dim, dtype=dtype) if mask == "causal" else None
 
-    definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS)
+    definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS, kernel)
 
     def permuted(args, order):
         q, k, v, block_mask, cache, length, bounds, both = args

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from dflash_jax.ops import backend
+from dflash_jax.ops import attention, backend
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
 from dflash_jax.ops.card import HOPPER, KIB, SHARED_MEMORY, Card
@@ -251,6 +251,66 @@ def test_tiles_of_attention_fit(capability, bytes_of_row):
         assert 16 <= steps <= positions
         buffers = triton_attention.STAGES - (not card.reads_shared)
         assert fewer * bytes_of_row + 2 * buffers * steps * bytes_of_row < card.shared_memory
+
+
+# Tokens of a round, KV heads, query heads on each and their size: Qwen3.6-35B-A3B, its drafter, and
+# Qwen3.6-27B.
+LONG_PROGRAMS = triton_attention.LONG_PROGRAMS
+BLOCKS = [(t, *heads) for t in (1, 4, 8, 16) for heads in ((2, 8, 256), (8, 4, 128), (4, 6, 256))]
+
+
+@pytest.mark.parametrize("capability", [90, 100, 103])
+@pytest.mark.parametrize(("tokens", "heads", "group", "dim"), BLOCKS)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("cached", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_long_context_is_read_once_by_the_programs_that_run_at_once(
+    capability, tokens, heads, group, dim, batch, cached, monkeypatch
+):
+    """Grid of attention with kernels "all": one tile of query rows, a wave of programs or less, three quarters of the
+    card or more, and shared memory that holds the steps in flight."""
+    # Without the interpreter's small grids.
+    monkeypatch.setattr(triton_attention, "LONG_PROGRAMS", LONG_PROGRAMS)
+    launches = []
+
+    def record(made):
+        launches.append(made)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in made.out)
+
+    card = Card.of_capability(capability)
+    cache = KVCache.create(batch, heads, dim, 4096, cached)
+    q, k = jnp.zeros((batch, tokens, heads * group, dim), jnp.bfloat16), jnp.zeros((batch, tokens, heads, dim), cached)
+    with launch.launching(record):
+        for kernels in ("all", "auto"):
+            run = partial(attention.attention, Backend.for_card(card, kernels))
+            jax.eval_shape(run, q, k, k, None, cache, jnp.zeros(batch, jnp.int32))
+    attends, joins = ([each for each in launches if each.kernel.fn.__name__ == name] for name in ("_attend", "_join"))
+    (long, usual), (join, _) = attends, joins
+    assert (long.meta["LEAST"] > 0) > (usual.meta["LEAST"] > 0)
+    pairs, parts, tiles = long.grid
+    assert tiles == 1 <= usual.grid[2]
+    programs = card.multiprocessors
+    assert 3 * programs <= 4 * pairs * parts <= 4 * programs
+    rows, positions = long.meta["BM"], long.meta["BS"]
+    assert rows >= tokens * group
+    buffers = triton_attention.LONG_BUFFERS
+    assert (rows + 2 * buffers * positions) * dim * q.dtype.itemsize < card.shared_memory
+    assert long.meta["PAGE"] % positions == 0 == positions % 16
+    # All columns are joined, in programs whose parts fit in their registers.
+    assert join.meta["COLUMNS"] * join.grid[1] == dim if len(join.grid) > 1 else join.meta["COLUMNS"] == dim
+    assert join.meta["SP"] * join.meta["COLUMNS"] <= 8192
+
+
+def test_attention_for_long_contexts_is_for_cards_and_blocks_that_have_room(monkeypatch):
+    monkeypatch.setattr(triton_attention, "LONG_PROGRAMS", LONG_PROGRAMS)
+
+    def why(capability, tokens, dtype=jnp.bfloat16):
+        q, k = jnp.zeros((1, tokens, 16, 256), dtype), jnp.zeros((1, tokens, 2, 256), dtype)
+        return triton_attention.why_not_long(Card.of_capability(capability), q, k)
+
+    assert why(90, 16) is why(100, 1) is None
+    assert "Hopper" in why(120, 1)
+    assert "136 query rows of a KV head: one program has 128 at most" in why(90, 17)
+    assert "one program has 64" in why(90, 16, jnp.float32)
 
 
 def test_fewer_steps_in_flight_on_small_cards():
