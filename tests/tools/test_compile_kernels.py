@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ compiler.ptx_get_version = lambda release: 90
 print(json.dumps(compile_kernels.compiled(json.loads(sys.argv[2]), 90)))
 """
 
+DEPENDENT = """
+import json, sys
+from tools import compile_kernels
+compile_kernels.prepare()
+for launch in json.load(sys.stdin):
+    made = compile_kernels.compile_launch(launch, int(sys.argv[1]))
+    print(json.dumps({"kernel": launch["kernel"], "ptx": made.asm["ptx"]}))
+"""
+# What reads or writes the card's memory.
+MEMORY = re.compile(r"\b(ld\.global|st\.global|atom|red\.global|cp\.async(?!\.bulk\.prefetch)|st\.async|ldu|tma)\b")
 GLUON = """
 import json
 from triton.experimental import gluon
@@ -134,3 +145,17 @@ def test_kernels_of_gluon_are_compiled_too(tmp_path):
     (tmp_path / "gluon_kernel.py").write_text(GLUON)
     (made,) = python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gluon_kernel")
     assert made == {"name": "double", "threads": 128, "is elf": True}
+
+
+@pytest.mark.parametrize("capability", ["90", "100"])
+def test_dependent_kernels_touch_no_memory_before_they_wait(capability):
+    """But for prefetches of weights. Every program waits: no branch and no exit comes before."""
+    rows = {row["kernel"]: row for row in RECORD["cards"][capability] if "DEPENDENT" in row["meta"]}
+    assert len(rows) >= 14
+    launched = [row | {"meta": row["meta"] | {"DEPENDENT": True}} for row in rows.values()]
+    for made in python(DEPENDENT, capability, stdin=json.dumps(launched)):
+        body = made["ptx"].partition("griddepcontrol.wait")
+        assert body[1], made["kernel"]
+        assert not MEMORY.search(body[0]), made["kernel"]
+        assert not re.search(r"\bret;|\bbra\b", body[0]), made["kernel"]
+        assert body[2].count("griddepcontrol.wait") == 0, made["kernel"]

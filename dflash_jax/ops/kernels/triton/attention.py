@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.cache import FP8, Bounds, KVCache
 from dflash_jax.ops.card import KIB, OLDEST_FP8, Card
+from dflash_jax.ops.kernels.triton.dependent import wait_for_inputs
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
@@ -62,13 +63,14 @@ def _attend(
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One part of the context, for BM query rows of one KV head; the last part has the new tokens, too.
 
     Parts have LEAST positions or more, and the values of one that sees no key are not written; LEAST 0: parts are of
     any size and all are written.
     """
+    wait_for_inputs(DEPENDENT)
     b = tl.program_id(0) // KH
     head = tl.program_id(0) % KH
     split = tl.program_id(1)
@@ -141,12 +143,13 @@ def _attend(
 def _join(
     maxima, total, acc, gate, y,
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
-    GATED: tl.constexpr, COLUMNS: tl.constexpr, SPARSE: tl.constexpr,
+    GATED: tl.constexpr, COLUMNS: tl.constexpr, SPARSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one query into one softmax and applies its gate, for COLUMNS of its D values.
 
     SPARSE: splits that see no key have no values.
     """
+    wait_for_inputs(DEPENDENT)
     program = tl.program_id(0)
     pair, m = program // (T * R), program % (T * R)
     b, t, n = pair // KH, m // R, pair % KH * R + m % R
@@ -174,9 +177,10 @@ def _join(
 def _rotate(
     q, k, q_norm, k_norm, cos, sin, q_out, k_out,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates one head of one token's queries or keys."""
+    wait_for_inputs(DEPENDENT)
     token, head = tl.program_id(0) // (N + KH), tl.program_id(0) % (N + KH)
     d = tl.arange(0, D)
     source, norm, target = q + (token * N + head) * HALVES * D, q_norm, q_out + (token * N + head) * D
@@ -200,9 +204,10 @@ def _rotate(
 def _write(
     k_cache, v_cache, table, k, v, rows, positions,
     T: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
-    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr,
+    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes one head of one token's key and value to its page; out-of-range rows, positions and pages are padding."""
+    wait_for_inputs(DEPENDENT)
     token, head = tl.program_id(0) // KH, tl.program_id(0) % KH
     row = tl.load(rows + token // T).to(tl.int64)
     position = tl.load(positions + token)
