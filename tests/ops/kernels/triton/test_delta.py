@@ -17,6 +17,7 @@ from dflash_jax.ops.cache import KVRecord
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.triton import delta
 from dflash_jax.ops.kernels.triton.launch import launching
+from dflash_jax.ops.linear import DeferredDivision
 from tests.helpers import in_one_program
 from tools.kernels.arguments import Source, mixer, spoilt
 from tools.kernels.arguments import written as written_tokens
@@ -24,6 +25,7 @@ from tools.kernels.comparisons import kernel_of
 from tools.triton_interpreter import interpreting
 
 mix = in_one_program(kernel_of(gated_delta.IMPLEMENTATIONS, "triton, one chunk"))
+mix_parts = in_one_program(kernel_of(gated_delta.IMPLEMENTATIONS, "triton, parts of heads"))
 plain_mix = in_one_program(partial(gated_delta.reference, XLA))
 replay = in_one_program(kernel_of(gated_delta.REPLAYS))
 replay_layers = in_one_program(kernel_of(gated_delta.LAYERS_REPLAYS))
@@ -131,3 +133,39 @@ def test_a_commit_writes_each_layer_what_it_recorded():
         found = commit(Backend.for_card(HOPPER, "all"), cache, record, start, kept)
     assert (ran["_replay_layers"], ran["_replay"], ran["_write"]) == (1, 0, 2)
     assert_near(found, jax.jit(partial(commit, XLA))(cache, record, start, kept))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "key_dim", "value_dim", "parts", "alike"),
+    [
+        (1, 1, 16, 64, 4, False),
+        (4, 1, 16, 16, 1, False),
+        (2, 5, 128, 64, 4, False),
+        (1, 16, 32, 32, 2, True),
+        (2, 16, 128, 32, 1, True),
+    ],
+)
+def test_parts_of_heads_equal_their_definition(rows, tokens, key_dim, value_dim, parts, alike):
+    """Values of a head in one program and in several, keys at once and in blocks; more rows than `linear` divides."""
+    args = mixer(Source(tokens), rows, tokens, 2, 2, key_dim, value_dim, alike=alike)
+    (y, record), (expected, plain) = (f(*args, 1e-6) for f in (mix_parts, plain_mix))
+    assert isinstance(y, DeferredDivision) == (parts > 1)
+    if isinstance(y, DeferredDivision):
+        assert y.squares.shape == (rows, tokens, 2, 2, parts)
+        y = y.apply()
+    np.testing.assert_allclose(y, expected, atol=2e-5)
+    assert_near(record, plain)
+
+
+def test_many_heads_and_float16_are_not_in_parts():
+    """Heads that fill the card, rows that `linear` leaves to XLA, numbers that may overflow before the division."""
+
+    kernel = kernel_of(gated_delta.IMPLEMENTATIONS, "triton, parts of heads")
+
+    def parts(rows, tokens, dtype=jnp.bfloat16, heads=16):
+        args = mixer(Source(0), rows, tokens, heads, 2, 16, 64, dtype)
+        y, _ = jax.eval_shape(partial(kernel, eps=1e-6), *args)
+        return y.squares.shape[-1] if isinstance(y, DeferredDivision) else 1
+
+    assert [parts(1, 16), parts(2, 8), parts(1, 1)] == [4, 4, 4]
+    assert [parts(2, 9), parts(4, 1, heads=32), parts(1, 4, jnp.float16)] == [1, 1, 1]

@@ -23,7 +23,7 @@ from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.kernels.triton import attention as triton_attention
 from dflash_jax.ops.kernels.triton.attention import partial_softmaxes_triton
 from dflash_jax.ops.kernels.triton.launch import launching
-from dflash_jax.ops.linear import DeferredNorm, linear
+from dflash_jax.ops.linear import DeferredDivision, DeferredNorm, linear
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from tests.helpers import in_one_program, random_decoder, tiny_config
@@ -177,6 +177,36 @@ def test_linear_in_triton_equals_its_definition(
     got = linear(replace(CUDA, on_choice=assert_triton), given, weights, **chosen)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=3e-5)
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("heads", [0, 8])
+@pytest.mark.parametrize(
+    ("outputs", "quantized"),
+    [(48, None), (20, None), (48, ("fp8", 1)), (48, ("int4 with zeros", 1)), (20, ("mxfp4", 2)), (48, ("nvfp4", 4))],
+)
+def test_products_in_sums_equal_their_definition(rows, heads, outputs, quantized, monkeypatch):
+    """Scales and factors of each sum's inputs; heads that are divided, two in each sum; outputs that do not fill a
+    program."""
+    from dflash_jax.ops.kernels.triton import linear as triton_project
+
+    monkeypatch.setattr(triton_project, "BY_ROW_OUTPUTS", 0)
+    source, seen = Source(rows), []
+    x, weight, squares = arguments.divided(source, rows, 8, 64, outputs)
+    if quantized:
+        weight = jax.tree.map(jnp.asarray, arguments.in_few_bits(source, np.asarray(weight), *quantized))
+    given = DeferredDivision(x, squares, 1e-6) if heads else x
+    rest = source.normal(rows, 1, outputs)
+    expected = linear(PLAIN, given, (weight,), 2, residual=rest)[0]
+    all_kernels = replace(CUDA, kernels="all", on_choice=seen.append)
+    found = linear(all_kernels, given, (weight,), 2, residual=rest)[0]
+    assert seen[0].implementation == "triton, in sums"
+    np.testing.assert_allclose(found, expected, atol=3e-5)
+    # One sum divides heads too, and a row has the same bits among other rows.
+    np.testing.assert_allclose(linear(CUDA, given, (weight,), 2, residual=rest)[0], expected, atol=3e-5)
+    among_others = jax.tree.map(lambda x: x[::-1], (given, rest))
+    other = linear(all_kernels, among_others[0], (weight,), 2, residual=among_others[1])[0]
+    np.testing.assert_array_equal(other[::-1], found)
 
 
 @pytest.mark.parametrize("contracted", [2, 3])
