@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dflash_jax.ops.card import Card
-from dflash_jax.ops.kernels.triton.dependent import wait_for_inputs
+from dflash_jax.ops.kernels.triton.dependent import prefetch, wait_for_inputs
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import (
     Parts,
@@ -35,7 +35,7 @@ from dflash_jax.ops.kernels.triton.tiles import (
     tile,
     why_not_weight,
 )
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
+from dflash_jax.ops.weights import CODES, PackedWeight, QuantizedWeight, Weight
 
 # The most weights of one kind in a kernel; rows of its products; and the most rows with a weight of four bits, of which
 # XLA would write an unpacked copy.
@@ -52,6 +52,8 @@ TILES, PROGRAMS = {64: (256, 4, 4, 6), 32: (512, 2, 4, 8), 16: (512, 2, 6, 8)}, 
 # The same for products in SUMS sums, of SUMS lines of a row of x: each sum has its own warp and part of the inputs. In
 # one sum a warp's products of 4,096 inputs are a chain of 256, each of which waits for the one before it.
 SUMS, TILES_OF_SUMS = 4, {32: (256, 4, 3, 4), 16: (256, 4, 4, 4)}
+# The most bytes of a weight that a program prefetches.
+PREFETCH = tl.constexpr(2**16)
 # With at most BY_ROW_OUTPUTS outputs, each of several tokens has programs of its own: the products would have a program
 # for 16 outputs (a router's 257 outputs of 2,048 inputs, on an H200: 16.5 µs for 4 tokens, 2.7 µs for one with its
 # kernel). The other tokens read the weights from the L2 cache, at most BY_ROW_READ of them (16 tokens of that router).
@@ -218,6 +220,44 @@ def _select_weight(
 
 
 @triton.jit
+def _prefetch_weights(
+    block, w0, w1, w2, w3, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, FORM: tl.constexpr,
+    FORM3: tl.constexpr, ALIKE: tl.constexpr, H: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Prefetches the first of a program's rows, while the kernel before this one computes the inputs."""
+    if DEPENDENT:
+        b0: tl.constexpr = (N0 + BN - 1) // BN
+        b1: tl.constexpr = b0 + (N1 + BN - 1) // BN
+        size: tl.constexpr = _row_bytes(w0, FORM, H)
+        address, row, outputs = w0.to(tl.int64), block * BN, N0
+        address = tl.where(block >= b0, w1.to(tl.int64), address)
+        row = tl.where(block >= b0, row - b0 * BN, row)
+        outputs = tl.where(block >= b0, N1, outputs)
+        address = tl.where(block >= b1, w2.to(tl.int64), address)
+        row = tl.where(block >= b1, row - (b1 - b0) * BN, row)
+        outputs = tl.where(block >= b1, N2, outputs)
+        rows = tl.minimum(outputs - row, min(BN, PREFETCH // size))
+        address += row.to(tl.int64) * size
+        count = rows * size
+        if N3 > 0:
+            other: tl.constexpr = _row_bytes(w3, FORM3, H)
+            row = (block - ALIKE) * BN
+            rows = tl.minimum(N3 - row, min(BN, PREFETCH // other))
+            address = tl.where(block >= ALIKE, w3.to(tl.int64) + row.to(tl.int64) * other, address)
+            count = tl.where(block >= ALIKE, rows * other, count)
+        prefetch(address, count, DEPENDENT)
+        if SWIGLU:
+            prefetch(address + outputs.to(tl.int64) * size, count, DEPENDENT)
+
+
+@triton.constexpr_function
+def _row_bytes(weight, form, inner):
+    """Bytes of a row of a weight."""
+    return inner * weight.dtype.element_ty.primitive_bitwidth // (8 << (form[1] in CODES))
+
+
+@triton.jit
 def _project_one(
     x, norm, residual, w0, s0, m0, w1, s1, m1, w2, s2, m2, w3, s3, m3, y0, y1, y2, y3, normed,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, FORM: tl.constexpr, BH: tl.constexpr,
@@ -230,8 +270,9 @@ def _project_one(
     HEADS: inputs of a head (0: no heads), parts of its squares, and a power of two that is at least a sum's heads. The
     first ALIKE programs compute weights of one kind, the others a weight of another kind.
     """
-    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
+    _prefetch_weights(block, w0, w1, w2, w3, N0, N1, N2, N3, FORM, FORM3, ALIKE, H, SWIGLU, BN, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     if N3 == 0:
         weight, scale, more, y, outputs, row = _select_weight(
             block, w0, s0, m0, y0, w1, s1, m1, y1, w2, s2, m2, y2, N0, N1, N2, BN
@@ -266,8 +307,9 @@ def _project(
     SUMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`_project_one` for R tokens in each program: y [R, N]."""
-    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
+    _prefetch_weights(block, w0, w1, w2, w3, N0, N1, N2, N3, FORM, FORM3, ALIKE, H, SWIGLU, BN, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     if N3 == 0:
         weight, scale, more, y, outputs, row = _select_weight(
             block, w0, s0, m0, y0, w1, s1, m1, y1, w2, s2, m2, y2, N0, N1, N2, BN

@@ -16,15 +16,17 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
+import torch
 import triton
 import triton.language as tl
 
 from dflash_jax.ops.backend import with_gradient_of
 from dflash_jax.ops.card import HOPPER, Card
 from dflash_jax.ops.kernels.library import find_compiler
-from dflash_jax.ops.kernels.triton import call, join
+from dflash_jax.ops.kernels.triton import call, join, linear
 from dflash_jax.ops.kernels.triton.call import launch_p
 from dflash_jax.ops.kernels.triton.launch import chained, launching, triton_call
+from dflash_jax.ops.weights import quantize
 from tools.triton_interpreter import interpreting
 
 N = 8
@@ -423,3 +425,48 @@ def test_random_programs(written, seed):
     expected = jax.jit(lambda x, y: function(jnp.add, lambda x: 2 * x, x, y))(*args)
     found = run(lambda x, y: function(add, double, x, y), *args)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "quantized", "swiglu"),
+    [
+        (1, (64, 40, 24), None, False),
+        (5, (2048, 100, 60, 37), None, False),
+        (1, (96,), ("fp8", 1), True),
+        (5, (128, 64), ("nvfp4", 1), False),
+        (16, (640,), None, True),
+    ],
+)
+def test_programs_prefetch_the_beginning_of_their_own_rows(rows, outputs, quantized, swiglu, monkeypatch):
+    """Of each weight all rows, once, and nothing else."""
+    hidden, rng = 128, np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(n << swiglu, hidden)), jnp.bfloat16) for n in outputs]
+    if quantized:
+        weights = [quantize(w, *quantized) for w in weights]
+    asked, bases = [], {}
+
+    def prefetch(address, size, dependent):
+        asked.append((int(address.handle.data.reshape(-1)[0]), int(np.asarray(size.handle.data).reshape(-1)[0])))
+
+    monkeypatch.setattr(linear, "prefetch", prefetch)
+    monkeypatch.setattr(linear, "wait_for_inputs", lambda dependent: None)
+
+    def launcher(launch):
+        # A place without a weight has another one's arrays.
+        held = {id(x): torch.from_numpy(np.array(x).view(np.uint8)) for x in launch.args[3:15]}
+        tensors = [held[id(x)] for x in launch.args[3:15]]
+        bases.update({t.data_ptr(): t.nbytes for t in tensors[::3]})
+        out = [torch.zeros(tuple(x.shape)) for x in launch.out]
+        args = [torch.zeros(tuple(x.shape)) for x in launch.args[:3]]
+        views = [t.view(getattr(torch, str(x.dtype))) for t, x in zip(tensors, launch.args[3:15], strict=True)]
+        launch.kernel[launch.grid](*args, *views, *out, **launch.meta | {"DEPENDENT": True})
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.out)
+
+    with launching(launcher):
+        linear.project_triton(jnp.zeros((rows, hidden), jnp.bfloat16), weights, swiglu=swiglu, card=HOPPER)
+    for base, size in bases.items():
+        inside = sorted({(at, n) for at, n in asked if base <= at < base + size})
+        assert inside[0][0] == base
+        assert all(at + n == following for (at, n), (following, _) in itertools.pairwise(inside))
+        assert sum(inside[-1]) == base + size
+    assert len(asked) == sum(any(base <= at < base + size for base, size in bases.items()) for at, _ in asked)
