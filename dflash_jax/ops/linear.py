@@ -424,6 +424,9 @@ def _triton(
             x, norm = x.x, {"norm": x.weight, "eps": x.eps, "offset": x.offset, "return_normed": return_normed}
         elif isinstance(x, DeferredDivision) and triton_linear.divides_heads(x.shape[-1], weights):
             x, norm = x.x, {"squares": x.squares.reshape(rows, -1, x.squares.shape[-1]), "eps": x.eps}
+        elif isinstance(x, DeferredNorm) and backend.kernels == "all":
+            rows_of_x = x.x.reshape(rows, inner)
+            x = triton_linear.norm_triton(rows_of_x, x.weight, x.eps, x.offset, backend.triton_card).reshape(x.shape)
         elif isinstance(x, Deferred):
             x = x.apply()
         outputs = triton_linear.project_triton(

@@ -40,6 +40,8 @@ TILES = {16: (64, 64, 4, 4, 256), 32: (64, 64, 4, 4, 256), 64: (64, 64, 4, 3, 25
 UNTRIED_DOWN, UNTRIED_PROGRAMS = {64: 128}, 2
 # For one token, without matrix products: outputs of a program, warps, and warps for quantized weights.
 GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
+# Tokens whose choices a launch sums at most (more are a prompt's, which XLA sums), and features of a program.
+MAX_SUMMED, SUM_COLUMNS = 512, 512
 # More choices are left to XLA, whose arrays are of the experts' size and not of the choices'.
 MAX_CHOICES = 1 << 16
 
@@ -146,6 +148,29 @@ def _down(
             total *= tile(weight, weight_scale, weight_more, e * H + n, 0, F, FORM, BN, BF, h.dtype.element_ty)[1]
         offset = place[:, None].to(tl.int64) * H + n[None, :]
         tl.store(y + offset, total.to(y.dtype.element_ty), mask=(place < C + N)[:, None])
+
+
+@triton.jit
+def _sum(
+    y, weights, gate, residual, total,
+    C: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, H: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Sums a token's choices by their weights, its shared expert by the gate, and the residual; y as of `_down`."""
+    wait_for_inputs(DEPENDENT)
+    token, n = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
+    choice = tl.arange(0, TP)
+    weight = tl.load(weights + token * TOP + choice, mask=choice < TOP, other=0.0)
+    # Choices of weight 0 were not computed.
+    row = (token * TOP + choice).to(tl.int64)[:, None] * H
+    results = tl.load(y + row + n[None, :], mask=(weight != 0)[:, None], other=0.0).to(tl.float32)
+    sums = tl.sum(results * weight[:, None], axis=0)
+    if GATED:
+        shared = tl.load(y + (C + token).to(tl.int64) * H + n).to(tl.float32)
+        sums += shared / (1.0 + tl.exp(-tl.load(gate + token).to(tl.float32)))
+    if RESIDUAL:
+        sums += tl.load(residual + token * H + n).to(tl.float32)
+    tl.store(total + token * H + n, sums.to(total.dtype.element_ty))
 
 
 @triton.jit
@@ -327,7 +352,22 @@ def experts_triton(
         num_warps=warps, num_stages=_stages(stages, step, rows, card, shares), FORM=second.form, BN=block_n, BF=block_f,
         AFTER=after[1], **sizes,
     )  # fmt: skip
+    if untried and n <= MAX_SUMMED:
+        return _joined_triton(card, y, weights, shared_gate, residual)
     return joined(y, weights, shared_gate, residual).astype(x.dtype)
+
+
+def _joined_triton(card: Card, y: Array, weights: Array, gate: Array | None, residual: Array | None) -> Array:
+    """`joined` in y's dtype, in a launch among those of kernels."""
+    (n, top), hidden = weights.shape, y.shape[1]
+    block = divisor(hidden, SUM_COLUMNS)
+    rest = [y if x is None else x for x in (gate, residual)]
+    (total,) = triton_call(
+        card, _sum, [y, weights, *rest], [jax.ShapeDtypeStruct((n, hidden), y.dtype)], (n, hidden // block),
+        C=weights.size, TOP=top, TP=next_power_of_two(top), H=hidden, BN=block, GATED=gate is not None,
+        RESIDUAL=residual is not None,
+    )  # fmt: skip
+    return total
 
 
 def joined(

@@ -334,6 +334,19 @@ def _project(
         )  # fmt: skip
 
 
+@triton.jit
+def _norm(
+    x, norm, y, H: tl.constexpr, BH: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """Computes RMSNorm of a row of x [R, H]."""
+    wait_for_inputs(DEPENDENT)
+    h, row = tl.arange(0, BH), tl.program_id(0)
+    a = tl.load(x + row * H + h, mask=h < H, other=0.0).to(tl.float32)
+    weight = OFFSET + tl.load(norm + h, mask=h < H, other=0.0).to(tl.float32)
+    a *= tl.rsqrt(tl.sum(a * a, axis=0) / H + EPS)
+    tl.store(y + row * H + h, (a * weight).to(y.dtype.element_ty), mask=h < H)
+
+
 def why_not(rows: int, inner: int, weights: Sequence[Weight]) -> str | None:
     """The reason why the kernels do not support ``rows`` rows of ``inner`` inputs and these weights, or None."""
     unpacked = [w for w in weights if not isinstance(w, PackedWeight)]
@@ -400,6 +413,17 @@ def fuses_norm(dtype: DTypeLike, rows: int, inner: int, weights: Sequence[Array 
     outputs = sum(math.prod(w.shape[:-1]) for w in weights)
     few_enough = outputs <= MAX_NORMED_OUTPUTS and inner <= outputs * MAX_INPUTS_PER_OUTPUT
     return rows == 1 or (dtype != jnp.float16 and few_enough)
+
+
+def norm_triton(
+    x: Float[Array, "R H"], weight: Float[Array, " H"], eps: float, offset: float, card: Card
+) -> Float[Array, "R H"]:
+    """`ops.linear.rms_norm` of few rows, in a launch among those of kernels."""
+    (y,) = triton_call(
+        card, _norm, [x, weight], [jax.ShapeDtypeStruct(x.shape, x.dtype)], (x.shape[0],), H=x.shape[1],
+        BH=next_power_of_two(x.shape[1]), EPS=eps, OFFSET=offset,
+    )  # fmt: skip
+    return y
 
 
 def project_triton(

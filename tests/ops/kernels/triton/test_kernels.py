@@ -21,15 +21,19 @@ from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.kernels.triton import attention as triton_attention
+from dflash_jax.ops.kernels.triton import experts as triton_experts
+from dflash_jax.ops.kernels.triton import linear as triton_linear
 from dflash_jax.ops.kernels.triton.attention import partial_softmaxes_triton
 from dflash_jax.ops.kernels.triton.launch import launching
-from dflash_jax.ops.linear import DeferredDivision, DeferredNorm, linear
+from dflash_jax.ops.linear import DeferredDivision, DeferredNorm, linear, rms_norm
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from tests.helpers import in_one_program, random_decoder, tiny_config
+from tools import float64_reference
 from tools.float64_reference import assert_as_near
 from tools.kernels import arguments
 from tools.kernels.arguments import Source
+from tools.kernels.cases import verdict
 
 CUDA, PLAIN = Backend.for_card(HOPPER), Backend.xla("cuda")
 
@@ -425,3 +429,27 @@ def test_a_kernel_gives_what_its_definition_gives(dtype, tokens, quantized):
     wanted |= {"_mix_one" if tokens == 1 else "_mix", "_replay"} if tokens <= 16 else set()
     wanted |= {"_prepare", "_chunks"} if tokens > 16 and dtype == jnp.bfloat16 else set()
     assert wanted <= called
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_norm_in_a_launch_is_the_norm(dtype):
+    source = Source(0)
+    x, weight = source.normal(5, 96, dtype=dtype), source.normal(96, dtype=dtype)
+    found = triton_linear.norm_triton(x, weight, 1e-6, 1.0, HOPPER)
+    assert found.dtype == dtype
+    exact = float64_reference.in_both_of(lambda x, weight: [rms_norm(x, weight, 1e-6, 1.0)], x, weight)
+    assert verdict([np.asarray(found)], exact, dtype)["status"] == "exact"
+
+
+@pytest.mark.parametrize(("gated", "with_residual"), [(True, True), (False, True), (True, False)])
+def test_sums_of_choices_in_a_launch_are_the_sums(gated, with_residual):
+    """Choices of weight 0 are NaN, since no kernel writes them."""
+    source, (n, top, hidden) = Source(1), (7, 3, 96)
+    weights = jnp.abs(source.normal(n, top)) * (np.arange(n * top).reshape(n, top) % 4 > 0)
+    y = source.normal(n * top + n * gated, hidden, dtype=jnp.bfloat16)
+    y = y.at[: n * top].set(jnp.where(weights.reshape(-1, 1) == 0, jnp.nan, y[: n * top]))
+    gate = source.normal(n) if gated else None
+    residual = source.normal(n, hidden, dtype=jnp.bfloat16) if with_residual else None
+    found = triton_experts._joined_triton(HOPPER, y, weights, gate, residual)
+    exact = float64_reference.in_both_of(lambda *args: [triton_experts.joined(*args)], y, weights, gate, residual)
+    assert verdict([np.asarray(found)], exact, jnp.bfloat16)["status"] == "exact"
