@@ -123,7 +123,9 @@ def kernel_of(
     return partial(next(each.call for each in implementations if each.name == name), backend or on_card())
 
 
-def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None) -> Comparison:
+def attention(
+    source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None, kernel="triton"
+) -> Comparison:
     """Attention over a cache and a block, with keys and values in ``dtype`` or, ``cached`` "fp8", in FP8."""
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
@@ -136,7 +138,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
     }[mask]
     both = source.normal(rows, tokens, n, 2, dim, dtype=dtype) if mask == "causal" else None
 
-    definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS)
+    definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS, kernel)
 
     def permuted(args, order):
         q, k, v, block_mask, cache, length, bounds, both = args
@@ -248,14 +250,23 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     return Comparison(dtype, kernel, definition, (spoilt, *args[1:], n), permuted, plain=(*args, n))
 
 
-def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    """Replay of a record."""
+def replaying(source, sizes: Sizes, rows, tokens, dtype, layers=0) -> Comparison:
+    """Replay of a record; of so many ``layers`` together, whose states differ, where there are any."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     _, record = jax.jit(partial(gated_delta.reference, XLA, eps=1e-6))(*args)
     count = np.arange(tokens, tokens + rows) % (tokens + 1)
     state, record = arguments.poisoned(args[2]), arguments.spoilt(record, count)
 
+    def of_layers(replay_layers, state, record, n):
+        states = [replace(state, recurrent=state.recurrent * (1 + i / 8)) for i in range(layers)]
+        after = replay_layers(states, [record] * layers, n)
+        recurrent, conv = (jnp.stack(x) for x in zip(*((s.recurrent, s.conv_inputs) for s in after), strict=True))
+        return replace(state, recurrent=recurrent, conv_inputs=conv)
+
     definition, kernel = partial(gated_delta.replay_reference, XLA), kernel_of(gated_delta.REPLAYS)
+    if layers:
+        definition = partial(of_layers, partial(gated_delta.replay_layers_reference, XLA))
+        kernel = partial(of_layers, kernel_of(gated_delta.LAYERS_REPLAYS))
 
     def permuted(args, order):
         state, record, n = args

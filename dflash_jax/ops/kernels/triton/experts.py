@@ -16,6 +16,7 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.ops.card import KIB, Card
+from dflash_jax.ops.kernels.triton.dependent import wait_for_inputs
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.routing import aligned
 from dflash_jax.ops.kernels.triton.tiles import (
@@ -84,9 +85,10 @@ def _gate_up(
     x, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, h,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
-    PRECISION: tl.constexpr, AFTER: tl.constexpr,
+    PRECISION: tl.constexpr, AFTER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes h [S, F] = silu(gate · x) · (up · x). ``AFTER``: the sums are scaled, not their terms."""
+    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     is_used, e, token, place = block_plan(
         chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED
@@ -122,9 +124,10 @@ def _down(
     h, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, y,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
-    PRECISION: tl.constexpr, AFTER: tl.constexpr,
+    PRECISION: tl.constexpr, AFTER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes y [C + N, H] = down · h: the choices' rows in their order, then the shared expert's."""
+    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     is_used, e, _, place = block_plan(chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED)
     if is_used:
@@ -149,11 +152,13 @@ def _down(
 def _gate_up_one(
     x, values, scale, more, shared, shared_scale, shared_more, chosen, weights, h,
     TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, FORM: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`_gate_up` of one token's choices [TOP], then the shared expert: h [TOP or TOP + 1, F].
 
     Rows of choices of weight 0 are not written.
     """
+    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     weight, weight_scale, weight_more = values, scale, more
     e = tl.load(chosen + block, mask=block < TOP, other=0).to(tl.int64)
@@ -177,9 +182,10 @@ def _gate_up_one(
 def _down_one(
     h, values, scale, more, shared, shared_scale, shared_more, chosen, weights, gate, residual, y,
     TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr, RESIDUAL: tl.constexpr,
-    FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes y [H]: the choices' products by their weights, the shared expert's by its gate, and the residual."""
+    wait_for_inputs(DEPENDENT)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     # The sum over threads comes once, at the end, for all choices.
     total = tl.zeros([BN, BF // FORM[0] if FORM[0] else BF], tl.float32)
