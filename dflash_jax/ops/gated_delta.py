@@ -148,7 +148,7 @@ def _triton_chunks(
 
     conv_weight, a_log, dt_bias, norm = weights
     out, k, delta, log_decay = delta_chunks.chunked_delta_rule(
-        backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias
+        backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias, untried=backend.kernels == "all"
     )
     inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
     return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
@@ -400,7 +400,9 @@ def _triton_advance(
     from dflash_jax.ops.kernels.triton import delta_chunks
 
     conv_weight, a_log, dt_bias, norm = weights
-    out, recurrent = delta_chunks.advance(backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias, n)
+    out, recurrent = delta_chunks.advance(
+        backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias, n, untried=backend.kernels == "all"
+    )
     inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
     conv = state.placed(state.conv_inputs, last_inputs(state.copied().conv_inputs, inputs, n))
     return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv, state.rows)

@@ -159,7 +159,11 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16, quantized="fp8")
     for rows, tokens in (*sizes.few(BF16), sizes.all(BF16)[-1]):
-        yield named(mixtures, rows, tokens, BF16, quantized="fp8", one_scale=True)
+        yield named(mixtures, rows, tokens, BF16, quantized="fp8", one_scale=True, untried=True)
+    for rows, tokens in dict.fromkeys((sizes.batches[4], sizes.batches[-2])):
+        yield named(mixtures, rows, tokens, BF16, untried=True)
+    for rows, tokens in sizes.all(BF16)[-2:]:
+        yield named(prefilling, rows, tokens, BF16, untried=True)
     for rows, tokens in sizes.all(F32):
         yield named(mixtures, rows, tokens, F32)
     for rows in (1, 7, 16):

@@ -104,9 +104,9 @@ def tested_card() -> Card:
     return Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER
 
 
-def on_card() -> Backend:
-    """The backend of the tested card, with kernels."""
-    return Backend.for_card(tested_card())
+def on_card(untried: bool = False) -> Backend:
+    """The backend of the tested card, with kernels; ``untried``: with all."""
+    return Backend.for_card(tested_card(), "all" if untried else "auto")
 
 
 def fp4_backend() -> Backend | None:
@@ -220,8 +220,8 @@ def delta(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
     return Comparison(dtype, kernel, definition, tuple(args), permuted)
 
 
-def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    """The delta rule over many tokens of which some count, and the state after these."""
+def prefilling(source, sizes: Sizes, rows, tokens, dtype, untried=False) -> Comparison:
+    """The delta rule over many tokens of which some count, and the state after these; ``untried``: with all kernels."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     n = jnp.asarray(np.resize([tokens, 2 * tokens // 3, 1, 0], rows), jnp.int32)
 
@@ -230,7 +230,7 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
         is_counted = (jnp.arange(tokens) < n[:, None]) & (after.rows < len(after.recurrent))[:, None]
         return jnp.where(is_counted[..., None, None, None], y, 0), after.copied()
 
-    advance = kernel_of(gated_delta.ADVANCES, "triton, chunks")
+    advance = kernel_of(gated_delta.ADVANCES, "triton, chunks", on_card(untried))
 
     def kernel(inputs, gates, state, weights, n):
         y, after = advance(inputs, gates, state, weights, 1e-6, n)
@@ -328,11 +328,12 @@ def convolutions(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def mixtures(
-    source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None, one_scale=False
-) -> Comparison:
+    source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None, one_scale=False,
+    untried=False,
+) -> Comparison:  # fmt: skip
     """Mixtures of experts; ``activations`` as in `products`.
 
-    ``one_scale``: each output has one, as all kernels take it.
+    ``one_scale``: each output has one. ``untried``: as with all kernels.
     """
     count, top, features, hidden = sizes.experts
     n = rows * tokens
@@ -361,8 +362,7 @@ def mixtures(
         return x[order], logits[order], live[order], first, gate_up, down, shared, None if rest is None else rest[order]
 
     if activations is None:
-        kernel = kernel_of(moe.IMPLEMENTATIONS, backend=replace(on_card(), kernels="all") if one_scale else None)
-        backend = XLA
+        kernel, backend = kernel_of(moe.IMPLEMENTATIONS, backend=on_card(untried)), XLA
     else:
         kernel = kernel_of(moe.IMPLEMENTATIONS, "triton, FP4", fp4_backend())
         backend = replace(XLA, fp4_activations=True)

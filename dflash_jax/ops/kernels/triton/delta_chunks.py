@@ -29,15 +29,25 @@ VALUES = 32, 64
 def _convolved(
     x, conv_state, conv_weight, b, state_row, g, first, start, end,
     T: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Convolution and silu of N channels from ``first`` on, for tokens ``start`` to ``end``, [M, N], then zeros."""
+    """Convolution and silu of N channels from ``first`` on, for tokens ``start`` to ``end``, [M, N], then zeros.
+
+    ``WIDE``: the state is read apart, and that of the first chunk only, so that a thread reads 8 channels of new tokens
+    at once.
+    """
     t, c = start + tl.arange(0, M)[:, None], first + tl.arange(0, N)[None, :]
     total = tl.zeros([M, N], tl.float32)
     for j in tl.static_range(W):
         s = t - (W - 1) + j
         previous = conv_state + ((state_row * (W - 1) + s + W - 1) * G + g) * C
-        value = tl.load(tl.where(s < 0, previous, x + ((b * T + s) * G + g) * CZ) + c, mask=t < end, other=0.0)
+        new = x + ((b * T + s) * G + g) * CZ
+        if WIDE:
+            value = tl.load(new + c, mask=(t < end) & (s >= 0), other=0.0)
+            if start == 0:
+                value = tl.where(s < 0, tl.load(previous + c, mask=(t < end) & (s < 0), other=0.0), value)
+        else:
+            value = tl.load(tl.where(s < 0, previous, new) + c, mask=t < end, other=0.0)
         total += value.to(tl.float32) * tl.load(conv_weight + (g * C + c) * W + j).to(tl.float32)
     return total / (1.0 + tl.exp(-total))
 
@@ -58,11 +68,12 @@ def _prepare(
     x, gates, conv_state, conv_weight, a_log, dt_bias, rows, valid, u, w, q_out, scores, k_to_end, chunk_decay, k_out,
     decay_out, T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     CZ: tl.constexpr, W: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, STATE_ROWS: tl.constexpr,
-    RECORD: tl.constexpr,
+    RECORD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one key head of one batch entry, [count, B G] programs.
 
-    The first ``valid`` tokens count; later ones change nothing. ``RECORD``: k_out and decay_out are written.
+    The first ``valid`` tokens count; later ones change nothing. ``RECORD``: k_out and decay_out are written; ``WIDE``
+    as in `_convolved`.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, g = (head // G).to(tl.int64), head % G
@@ -70,8 +81,8 @@ def _prepare(
     end = tl.load(valid + b)
     m, dk, dv = tl.arange(0, M), tl.arange(0, DK)[None, :], tl.arange(0, DV)[None, :]
     row, column, t = m[:, None], m[None, :], chunk * M + m
-    q = _convolved(x, conv_state, conv_weight, b, state_row, g, 0, chunk * M, end, T, G, C, CZ, W, M, DK)
-    k = _convolved(x, conv_state, conv_weight, b, state_row, g, DK, chunk * M, end, T, G, C, CZ, W, M, DK)
+    q = _convolved(x, conv_state, conv_weight, b, state_row, g, 0, chunk * M, end, T, G, C, CZ, W, M, DK, WIDE)
+    k = _convolved(x, conv_state, conv_weight, b, state_row, g, DK, chunk * M, end, T, G, C, CZ, W, M, DK, WIDE)
     # Rounded here, so that everything below is computed from the same values.
     q = (q * tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6)[:, None]).to(w.dtype.element_ty)
     k = (k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]).to(w.dtype.element_ty)
@@ -91,9 +102,8 @@ def _prepare(
         # The exponent is masked before exp: above the diagonal it is positive and may overflow.
         decay = tl.exp(tl.where(row >= column, cumulative[:, None] - cumulative[None, :], float("-inf")))
         inverse = _inverse(tl.where(row > column, beta[:, None] * gram * decay, 0.0), M, LEVELS)
-        v = _convolved(
-            x, conv_state, conv_weight, b, state_row, g, 2 * DK + r * DV, chunk * M, end, T, G, C, CZ, W, M, DV
-        )
+        first = 2 * DK + r * DV
+        v = _convolved(x, conv_state, conv_weight, b, state_row, g, first, chunk * M, end, T, G, C, CZ, W, M, DV, WIDE)
         decay_from_start = tl.exp(cumulative)[:, None]
         chunk_head = (chunk * tl.num_programs(1) + head).to(tl.int64) * R + r
         offset = (chunk_head * M + m)[:, None]
@@ -161,6 +171,7 @@ def prepare(
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
     valid: Int[Array, " B"] | None = None,
+    untried: bool = False,
 ) -> tuple[Array, ...]:
     """Computes the inputs of `from_chunk_to_chunk` and the record's keys and decays.
 
@@ -173,6 +184,7 @@ def prepare(
         a_log: See ``conv_weight``.
         dt_bias: See ``conv_weight``.
         valid: int32 [B], how many tokens count; the record is then not written. None: all tokens, with a record.
+        untried: Whether the convolution's inputs are read 16 bytes at a time, to the same result; no card has run it.
 
     Returns:
         u [count, B, G, R, M, Dv] float32; in qkvz's dtype w, q [count, B, G, R, M, Dk], scores [count, B, G, R, M, M]
@@ -190,7 +202,7 @@ def prepare(
     return triton_call(
         card, _prepare, args, out, (count, b * g), num_warps=8, num_stages=1,
         T=t, G=g, R=r, DK=dk, DV=dv, C=2 * dk + r * dv, CZ=qkvz.shape[-1], W=state.conv_inputs.shape[1] + 1, M=m,
-        LEVELS=m.bit_length() - 1, STATE_ROWS=state.recurrent.shape[0], RECORD=is_recorded,
+        LEVELS=m.bit_length() - 1, STATE_ROWS=state.recurrent.shape[0], RECORD=is_recorded, WIDE=untried,
     )  # fmt: skip
 
 
@@ -241,13 +253,14 @@ def chunked_delta_rule(
     conv_weight: Float[Array, "G C W"],
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
+    untried: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
-    """Convolution, gates and delta rule.
+    """Convolution, gates and delta rule; ``untried`` as in `prepare`.
 
     Returns:
         Outputs [B, T, G, R, Dv], and k, δ and log_decay of the record.
     """
-    *chunks, k, log_decay = prepare(card, qkvz, gates, state, conv_weight, a_log, dt_bias)
+    *chunks, k, log_decay = prepare(card, qkvz, gates, state, conv_weight, a_log, dt_bias, untried=untried)
     out, delta = from_chunk_to_chunk(card, state, *chunks, qkvz.shape[1])
     return out, k, delta, log_decay
 
@@ -261,11 +274,12 @@ def advance(
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
     valid: Int[Array, " B"],
+    untried: bool = False,
 ) -> tuple[Array, Array]:
     """`chunked_delta_rule` for tokens of which the first ``valid`` int [B] count.
 
     Returns:
         Outputs [B, T, G, R, Dv], and the recurrent state of all rows, written in place.
     """
-    *chunks, _, _ = prepare(card, qkvz, gates, state, conv_weight, a_log, dt_bias, valid)
+    *chunks, _, _ = prepare(card, qkvz, gates, state, conv_weight, a_log, dt_bias, valid, untried)
     return from_chunk_to_chunk(card, state, *chunks, qkvz.shape[1], valid)

@@ -112,6 +112,18 @@ def test_the_state_after_the_tokens_that_count(counts):
         np.testing.assert_array_equal(np.asarray(new)[untouched], np.asarray(old)[untouched])
 
 
+@pytest.mark.parametrize(("tokens", "taps", "counts"), [(70, 2, (70, 1)), (65, 4, (0, 65)), (20, 3, None)])
+def test_with_all_kernels_the_convolution_reads_the_same_values(tokens, taps, counts):
+    """To the bit: first tokens that need the state, and rows of it in another order."""
+    inputs, gates, state, weights = mixer(Source(tokens), 2, tokens, 2, 2, 16, 32, taps=taps)
+    valid = None if counts is None else jnp.asarray(counts, jnp.int32)
+
+    def chunks(untried):
+        return triton_chunks.prepare(HOPPER, inputs, gates, state, *weights[:3], valid, untried)
+
+    jax.tree.map(np.testing.assert_array_equal, chunks(True), chunks(False))
+
+
 @pytest.mark.parametrize("taps", [2, 3])
 def test_mixer_in_chunks_with_other_convolutions_equals_its_definition(taps):
     args = mixer(Source(taps), 1, 40, 1, 2, 16, 16, taps=taps)
