@@ -231,13 +231,8 @@ def test_programs_of_the_delta_rule_by_multiprocessors():
         return launched(call, state(1, heads), *parts, *rest)[0].meta["BV"]
 
     assert [warps(c, rows) for c, rows in ((90, 8), (90, 9), (100, 9), (100, 10), (80, 7))] == [8, 4, 8, 4, 4]
-    assert [values(c, heads) for c, heads in ((90, 16), (90, 17), (100, 18), (100, 19), (80, 16))] == [
-        32,
-        64,
-        32,
-        64,
-        64,
-    ]
+    cards = (90, 16), (90, 17), (100, 18), (100, 19), (80, 16)
+    assert [values(c, heads) for c, heads in cards] == [32, 64, 32, 64, 32]
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)

@@ -63,8 +63,9 @@ SIZES = [
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_from_chunk_to_chunk(sizes, multiprocessors):
+def test_from_chunk_to_chunk(monkeypatch, sizes, multiprocessors):
     """One chunk and several, the last one full or not; all values of a head in one program and in several."""
+    monkeypatch.setattr(triton_chunks, "PROGRAMS", multiprocessors)
     args, card = arguments(np.random.default_rng(sizes[0]), *sizes), replace(HOPPER, multiprocessors=multiprocessors)
     for got, want in zip(by_kernel(*args, sizes[0], card), plain(*args, sizes[0]), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
