@@ -29,6 +29,9 @@ SYSTEMS = {
     "qwen3.6-27b": "",
     "qwen3.5-397b-a17b": "tensor=8",
     "qwen3.8-27b": "",
+    # Without the kernels that no card has run.
+    "qwen3.6-35b-a3b auto": "",
+    "qwen3.6-35b-a3b-fp8 auto": "",
     # With how its weights are quantized, and, in FP4, its activations.
     "qwen3.6-35b-a3b nvfp4": "",
     "qwen3.6-35b-a3b int4": "",
@@ -116,14 +119,16 @@ def launches(
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
-    fp4 = False
-    if config in SYSTEMS and " " in config:
-        config, quantize, *fp4 = config.split()
+    words: list[str] = []
+    if config in SYSTEMS:
+        config, *words = config.split()
+    fp4, kernels = "fp4" in words, "auto" if "auto" in words else "all"
+    quantize = next((word for word in words if word not in ("auto", "fp4")), quantize)
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
-    backend = replace(Backend.for_card(card, "all"), fp4_activations=bool(fp4))
+    backend = replace(Backend.for_card(card, kernels), fp4_activations=fp4)
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, backend, has_fp8_caches)
     devices = layout.mesh(jax.devices()[: layout.devices])
     plain, drafting = Executables(target, None, devices), Executables(target, drafter, devices)

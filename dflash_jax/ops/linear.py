@@ -376,10 +376,11 @@ def _supports_triton(
         return "the kernel adds the residual before biases, which are rounded otherwise"
     if gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
         return "the kernel computes no GELU or LayerNorm"
-    if return_normed and isinstance(x, DeferredDivision):
-        return "the kernel returns no divided heads"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
+    size = x.shape[-1]
+    if isinstance(x, DeferredDivision) and (return_normed or size & (size - 1) or size > triton_linear.MAX_HEAD):
+        return f"heads of {size}: the kernel divides those of a power of two, and does not return them"
     return triton_linear.why_not(*_matrix_shape(x, contracted), weights)
 
 
@@ -422,12 +423,12 @@ def _triton(
         norm: dict[str, Any] = {}
         if isinstance(x, DeferredNorm) and triton_linear.fuses_norm(x.x.dtype, rows, inner, weights):
             x, norm = x.x, {"norm": x.weight, "eps": x.eps, "offset": x.offset, "return_normed": return_normed}
-        elif isinstance(x, DeferredDivision) and triton_linear.divides_heads(x.shape[-1], weights):
+        elif isinstance(x, DeferredDivision):
             x, norm = x.x, {"squares": x.squares.reshape(rows, -1, x.squares.shape[-1]), "eps": x.eps}
         elif isinstance(x, DeferredNorm) and backend.kernels == "all":
             rows_of_x = x.x.reshape(rows, inner)
             x = triton_linear.norm_triton(rows_of_x, x.weight, x.eps, x.offset, backend.triton_card).reshape(x.shape)
-        elif isinstance(x, Deferred):
+        elif isinstance(x, DeferredNorm):
             x = x.apply()
         outputs = triton_linear.project_triton(
             x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], **norm, swiglu=swiglu,
@@ -458,7 +459,8 @@ def _supports_triton_sums(
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     head = x.shape[-1] if isinstance(x, DeferredDivision) else 0
-    return triton_linear.why_not_sums(*_matrix_shape(x, contracted), weights, head, backend.triton_card)
+    matrices = cast("Sequence[Array | QuantizedWeight]", weights)
+    return triton_linear.why_not_sums(*_matrix_shape(x, contracted), matrices, head, backend.triton_card)
 
 
 def _supports_triton_fp4(

@@ -34,6 +34,8 @@ def test_a_card_takes_its_kernels(capsys):
     assert taken(found["plain step"])["gated_delta"] == {"triton, one chunk"}
     assert taken(found["round"])["attention"] == {"triton"}
     assert taken(found["prefill"])["linear"] == {"reference"}
+    delta = next(c for c in found["round"] if c["op"] == "gated_delta")
+    assert dict(delta["passed_over"])["triton, parts of heads"] == "no card has run it: kernels 'all' takes it"
     reasons = dict(next(c for c in found["prefill"] if c["op"] == "linear")["passed_over"])
     assert reasons["triton"] == "256 rows: the kernel takes 16 at most"
 

@@ -373,6 +373,26 @@ def test_a_bias_and_a_residual_together_are_added_in_the_order_of_the_definition
     assert choose("linear", linear.IMPLEMENTATIONS, backend, x, weights, **both).name == "reference"
 
 
+def test_divided_heads_are_not_returned_by_the_kernel_and_have_sizes_of_a_power_of_two():
+    backend = Backend.for_card(HOPPER)
+    for size, options, name in ((32, {}, "triton"), (32, {"return_normed": True}, "reference"), (48, {}, "reference")):
+        heads, weight, squares = arguments.divided(Source(0), 2, 4, size, 8)
+        divided = linear.DeferredDivision(heads, squares, 1e-6)
+        assert choose("linear", linear.IMPLEMENTATIONS, backend, divided, (weight,), 2, **options).name == name
+        outputs = linear.linear(XLA, divided, (weight,), 2, **options)
+        for one, other in zip(outputs, linear.linear(XLA, divided.apply(), (weight,), 2, **options), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_packed_weights_take_divided_heads():
+    if (backend := Backend.detect()).no_cpp:
+        pytest.skip("no C++ compiler")
+    heads, weight, squares = arguments.divided(Source(0), 2, 4, 32, 48)
+    divided, packed = linear.DeferredDivision(heads, squares, 1e-6), PackedWeight.of(np.asarray(weight), 2)
+    found, expected = (linear.linear(backend, x, (packed,), 2)[0] for x in (divided, divided.apply()))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_the_first_that_supports_is_taken_and_reasons_are_told():
     told = []
     backend = Backend("cpu", no_cpp="no compiler", no_triton="no card", on_choice=told.append)

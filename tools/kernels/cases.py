@@ -24,9 +24,11 @@ from tools.kernels.comparisons import (
     attention,
     convolutions,
     delta,
+    divided,
     fp4_backend,
     frames,
     mixtures,
+    parts,
     prefilling,
     products,
     replaying,
@@ -132,10 +134,17 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
     for rows in (1, 7, 16):
         for weights in ("inputs of attention", "router", "gated", "residual", "head"):
             yield named(products, rows, 1, BF16, weights=weights)
+    for rows, tokens in sizes.few(BF16):
+        yield named(parts, rows, tokens, BF16)
+    for rows in (1, 7, 16):
+        yield named(divided, rows, 1, BF16)
+        yield named(divided, rows, 1, BF16, quantized="fp8")
+        yield named(products, rows, 1, BF16, weights="residual", untried=True)
     for rows, tokens in sizes.all(F32):
         yield named(attention, rows, tokens, F32, heads="target", mask="causal")
     for rows, tokens in sizes.few(F32):
         yield named(delta, rows, tokens, F32)
+        yield named(parts, rows, tokens, F32)
         yield named(replaying, rows, tokens, F32)
         yield named(frames, rows, tokens, F32)
         yield named(attention, rows, tokens, BF16, heads="draft", mask="open")
@@ -145,6 +154,8 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         yield named(attention, 7, 5, dtype, heads="target", mask="causal", window=window, sinks=sinks)
         yield named(attention, 7, 5, dtype, heads="draft", mask="open", window=window)
         yield named(delta, 7, 16, dtype, alike=True)
+        yield named(parts, 1, 16, dtype, alike=True)
+        yield named(divided, 16, 1, dtype, quantized="int4")
         yield named(attention, 7, 5, dtype, heads="target", mask="causal", cached="fp8")
         yield named(attention, 1, 16, dtype, heads="draft", mask="open", cached="fp8")
         yield named(attention, 7, 17, dtype, heads="target", mask="causal", window=window, sinks=sinks, cached="fp8")

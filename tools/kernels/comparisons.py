@@ -104,9 +104,9 @@ def tested_card() -> Card:
     return Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER
 
 
-def on_card(untried: bool = False) -> Backend:
-    """The backend of the tested card, with kernels; ``untried``: with all."""
-    return Backend.for_card(tested_card(), "all" if untried else "auto")
+def on_card(kernels: str = "auto") -> Backend:
+    """The backend of the tested card, with kernels."""
+    return Backend.for_card(tested_card(), kernels)
 
 
 def fp4_backend() -> Backend | None:
@@ -220,6 +220,17 @@ def delta(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
     return Comparison(dtype, kernel, definition, tuple(args), permuted)
 
 
+def parts(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
+    """The delta rule of few tokens, of few heads in parts, with the division that these leave to `linear`."""
+    kernel = kernel_of(gated_delta.IMPLEMENTATIONS, "triton, parts of heads")
+
+    def divided(*args):
+        y, record = kernel(*args, eps=1e-6)
+        return y.apply() if isinstance(y, linear.DeferredDivision) else y, record
+
+    return replace(delta(source, sizes, rows, tokens, dtype, alike), kernel=divided)
+
+
 def prefilling(source, sizes: Sizes, rows, tokens, dtype, untried=False) -> Comparison:
     """The delta rule over many tokens of which some count, and the state after these; ``untried``: with all kernels."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
@@ -230,7 +241,7 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype, untried=False) -> Comp
         is_counted = (jnp.arange(tokens) < n[:, None]) & (after.rows < len(after.recurrent))[:, None]
         return jnp.where(is_counted[..., None, None, None], y, 0), after.copied()
 
-    advance = kernel_of(gated_delta.ADVANCES, "triton, chunks", on_card(untried))
+    advance = kernel_of(gated_delta.ADVANCES, "triton, chunks", on_card("all" if untried else "auto"))
 
     def kernel(inputs, gates, state, weights, n):
         y, after = advance(inputs, gates, state, weights, 1e-6, n)
@@ -276,10 +287,12 @@ def replaying(source, sizes: Sizes, rows, tokens, dtype, layers=0) -> Comparison
     return Comparison(dtype, kernel, definition, args, permuted, in_place=True)
 
 
-def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None, activations=None) -> Comparison:
+def products(
+    source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None, activations=None, untried=False
+) -> Comparison:
     """Products of one input with several weights: after a norm, through a gate, or with a residual.
 
-    ``activations``: "fp4 activations", or None.
+    ``activations``: "fp4 activations", or None. ``untried``: with all kernels.
     """
     hidden = sizes.experts[3]
     heads, kv_heads, dim = sizes.target
@@ -310,9 +323,28 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None,
 
     # The head's logits are sums in float32 of exact products.
     plain = XLA if activations is None else replace(XLA, fp4_activations=True)
-    kernel = partial(maps, on_card() if activations is None else fp4_backend())
+    kernel = partial(maps, on_card("all" if untried else "auto") if activations is None else fp4_backend())
     definition = partial(maps, plain)
     return Comparison(F32 if weights == "head" else dtype, kernel, definition, (x, norm, matrices, rest), permuted)
+
+
+def divided(source, sizes: Sizes, rows, tokens, dtype, quantized=None) -> Comparison:
+    """An output projection that divides the heads of its input, with all kernels."""
+    g, r, _, size = sizes.delta
+    x, weight, squares = arguments.divided(source, rows, max(g * r, 4), size, sizes.experts[3], dtype)
+    if quantized:
+        weight = jax.tree.map(jnp.asarray, arguments.in_few_bits(source, weight, quantized, 1))
+    rest = source.normal(rows, 1, sizes.experts[3], dtype=dtype)
+
+    def maps(backend, x, weight, squares, rest):
+        return linear.linear(backend, linear.DeferredDivision(x, squares, 1e-6), (weight,), 2, residual=rest)
+
+    def permuted(args, order):
+        x, weight, squares, rest = args
+        return x[order], weight, squares[order], rest[order]
+
+    kernel, definition = partial(maps, on_card("all")), partial(maps, XLA)
+    return Comparison(dtype, kernel, definition, (x, weight, squares, rest), permuted)
 
 
 def convolutions(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
@@ -362,7 +394,7 @@ def mixtures(
         return x[order], logits[order], live[order], first, gate_up, down, shared, None if rest is None else rest[order]
 
     if activations is None:
-        kernel, backend = kernel_of(moe.IMPLEMENTATIONS, backend=on_card(untried)), XLA
+        kernel, backend = kernel_of(moe.IMPLEMENTATIONS, backend=on_card("all" if untried else "auto")), XLA
     else:
         kernel = kernel_of(moe.IMPLEMENTATIONS, "triton, FP4", fp4_backend())
         backend = replace(XLA, fp4_activations=True)

@@ -40,6 +40,8 @@ from dflash_jax.ops.weights import CODES, PackedWeight, QuantizedWeight, Weight
 # The most weights of one kind in a kernel; rows of its products; and the most rows with a weight of four bits, of which
 # XLA would write an unpacked copy.
 MAX_WEIGHTS, MAX_ROWS, MAX_FOUR_BITS_ROWS = 3, 16, 32
+# The most inputs of a head that is divided: a step of one token's kernel has whole heads.
+MAX_HEAD = 2048
 # For one token: outputs of a program (second: of quantized weights, or of more than MANY_INPUTS inputs), and warps.
 OUTPUTS, MANY_INPUTS, WARPS = (4, 8), 8192, 4
 # For more tokens, by outputs of a program: bytes of a row of x in a step, warps, stages, and stages for quantized
@@ -399,11 +401,6 @@ def why_not_sums(
     return None
 
 
-def divides_heads(head: int, weights: Sequence[Array | QuantizedWeight]) -> bool:
-    """Whether the kernels divide heads of ``head`` inputs: a step of a product is within a head."""
-    return not head & (head - 1) and not any(has_four_bits(w) and run_of(w) > head for w in weights)
-
-
 def fuses_norm(dtype: DTypeLike, rows: int, inner: int, weights: Sequence[Array | QuantizedWeight]) -> bool:
     """Whether the norm is fused into these products, where that is faster.
 
@@ -453,7 +450,7 @@ def project_triton(
         swiglu: The first half of a weight's outputs, through silu, multiplies the second half.
         residual: [R, O], added to each result; None: nothing.
         dtype: Dtype of the results; None: x's.
-        squares: As in `ops.linear.DeferredDivision`, where `divides_heads`; without ``norm``.
+        squares: As in `ops.linear.DeferredDivision`, of N heads; without ``norm``.
         card: The card that tiles are chosen for.
         in_sums: Whether products of few outputs are computed in `SUMS` sums where they can be.
 
@@ -506,7 +503,7 @@ def _launch_group(
     sums = 1
     if by_row:
         kernel, block, warps, stages = _project_one, OUTPUTS[run > 0 or hidden > MANY_INPUTS], WARPS, [1, 1]
-        steps, meta = [max(r, divisor(hidden, 2048)) for r in (run, other_run)], {}
+        steps, meta = [max(r, divisor(hidden, MAX_HEAD)) for r in (run, other_run)], {}
     else:
         block, kernel = _block(sum(sizes), run, card), _project
         few, tile_rows = both[0].has_four_bits, -(-rows // MAX_ROWS) * MAX_ROWS

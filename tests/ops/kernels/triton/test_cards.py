@@ -19,6 +19,8 @@ from dflash_jax.ops.kernels.triton import delta, delta_chunks, launch
 from dflash_jax.ops.kernels.triton import linear as triton_project
 from dflash_jax.ops.kernels.triton import tiles as triton_tiles
 from dflash_jax.ops.weights import quantize
+from tools.kernels import arguments
+from tools.kernels.arguments import Source
 
 
 def device(capability: str, **more) -> SimpleNamespace:
@@ -321,3 +323,22 @@ def test_float16_is_normed_before_products_of_several_rows():
     assert triton_project.fuses_norm(jnp.bfloat16, 4, 64, weights)
     assert not triton_project.fuses_norm(jnp.float16, 4, 64, weights)
     assert triton_project.fuses_norm(jnp.float16, 1, 64, weights)
+
+
+def test_products_that_have_one_sum():
+    """One row, several weights, enough outputs, and runs, factors and heads that are not whole in each part."""
+    source = Source(0)
+    weight, few_bits = source.normal(1040, 512), partial(arguments.in_few_bits, source, source.draw(1040, 512))
+    per_run, per_row, factored = few_bits("fp8", 4), few_bits("int8", 1), few_bits("nvfp4", None)
+    assert triton_project.why_not_sums(5, 512, [weight], 64, HOPPER) is None
+    assert triton_project.why_not_sums(5, 512, [per_run], 0, HOPPER) is None
+    for rows, weights, head, named in (
+        (1, [weight], 0, "each row"),
+        (5, [source.normal(20, 512)], 0, "each row"),
+        (5, [weight, weight], 0, "2 weights"),
+        (5, [source.normal(8192, 512)], 0, "8192 outputs"),
+        (5, [weight], 256, "512 inputs"),
+        (5, [per_row], 0, "512 inputs"),
+        (5, [factored], 0, "512 inputs"),
+    ):
+        assert named in (triton_project.why_not_sums(rows, 512, weights, head, HOPPER) or ""), (rows, head, named)

@@ -1,5 +1,6 @@
 """The delta rule of few tokens in Triton: the mixer, and what is accepted of it, against their plain definitions."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -158,14 +159,17 @@ def test_parts_of_heads_equal_their_definition(rows, tokens, key_dim, value_dim,
 
 
 def test_many_heads_and_float16_are_not_in_parts():
-    """Heads that fill the card, rows that `linear` leaves to XLA, numbers that may overflow before the division."""
+    """Heads that fill the card, rows that `linear` leaves to XLA, numbers that may overflow before the division; and
+    inputs that are kept in another dtype, which are not loaded through one pointer."""
 
     kernel = kernel_of(gated_delta.IMPLEMENTATIONS, "triton, parts of heads")
 
-    def parts(rows, tokens, dtype=jnp.bfloat16, heads=16):
+    def parts(rows, tokens, dtype=jnp.bfloat16, heads=16, kept=None):
         args = mixer(Source(0), rows, tokens, heads, 2, 16, 64, dtype)
+        args[2] = replace(args[2], conv_inputs=args[2].conv_inputs.astype(kept or dtype))
         y, _ = jax.eval_shape(partial(kernel, eps=1e-6), *args)
         return y.squares.shape[-1] if isinstance(y, DeferredDivision) else 1
 
     assert [parts(1, 16), parts(2, 8), parts(1, 1)] == [4, 4, 4]
     assert [parts(2, 9), parts(4, 1, heads=32), parts(1, 4, jnp.float16)] == [1, 1, 1]
+    assert parts(1, 4, kept=jnp.float32) == 1
