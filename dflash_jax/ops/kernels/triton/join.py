@@ -168,6 +168,8 @@ class _Joiner:
             return True
         for operand, _ in eqn.params["aliases"]:
             variable = eqn.invars[operand]
+            if not isinstance(variable, jex.Var):
+                continue
             buffer = group.buffers.get(variable)
             if buffer is not None:
                 # A result that is an operand has its shape, and no other argument is what the launch overwrites.

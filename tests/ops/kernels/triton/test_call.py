@@ -241,6 +241,15 @@ def test_launches_are_joined_and_results_are_those_of_single_launches(function, 
     assert sorted(calls(function, *args)) == sorted(kernels)
 
 
+def test_an_array_that_is_written_in_place_is_one_argument():
+    with pytest.raises(ValueError, match="argument 1 of _reverse"):
+        jax.jit(lambda x: reversed_into(x, x))(jnp.zeros(N))
+
+
+def test_a_literal_can_be_written_in_place():
+    assert calls(lambda x: (add(x, x), double(np.float32(3))), jnp.zeros(N)) == [2]
+
+
 # The driver.
 
 TESTS = itertools.count()
