@@ -168,7 +168,15 @@ class _Joiner:
             return True
         for operand, _ in eqn.params["aliases"]:
             variable = eqn.invars[operand]
+            if not isinstance(variable, jex.Var):
+                continue
             buffer = group.buffers.get(variable)
+            if buffer is not None:
+                # A result that is an operand has its shape, and no other argument is what the launch overwrites.
+                if buffer in group.aliases and variable.aval.shape != group.operands[buffer].aval.shape:
+                    return True
+                if [group.buffers.get(v) for v in _reads(eqn)].count(buffer) > 1:
+                    return True
             names = {variable} if buffer is None else group.names(buffer) - group.overwritten
             # What comes after the group reads what the launch would overwrite.
             if any(not _is_view(later) and names.intersection(_reads(later)) for later in group.after):

@@ -38,7 +38,13 @@ def triton_call(
 
     Returns:
         The arrays of ``in_place``, then those of ``out``.
+
+    Raises:
+        ValueError: An array of ``in_place`` is another argument, too, for which XLA makes no copy.
     """
+    for i in in_place:
+        if sum(x is args[i] for x in args) > 1:
+            raise ValueError(f"argument {i} of {kernel.__name__} is written in place, and is another argument, too")
     if DEPENDENT in kernel.arg_names:
         meta.setdefault(DEPENDENT, False)
     return _launcher.get()(Launch(kernel, args, out, grid, in_place, meta, num_warps, num_stages, card))

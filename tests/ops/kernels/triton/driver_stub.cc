@@ -69,11 +69,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     if (attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) Written() << " dependent";
   }
   auto array = [&](int i) { return *static_cast<float**>(parameters[i]); };
-  const int arrays = name == "_add" ? 3 : 1;
+  const int arrays = name == "_add" ? 3 : name == "_reverse" ? 2 : 1;
   for (int i = arrays; i < arrays + 2; ++i) Written() << (array(i) ? " own" : " none");
   Written() << "\n";
   for (int i = 0; i < kLength && name == "_add"; ++i) array(2)[i] = array(0)[i] + array(1)[i];
   for (int i = 0; i < kLength && name == "_double"; ++i) array(0)[i] *= 2;
+  for (int i = 0; i < kLength && name == "_reverse"; ++i) array(1)[i] = array(0)[kLength - 1 - i];
   return Result("cuLaunchKernelEx");
 }
 

@@ -44,6 +44,12 @@ def _double(x, LEN: tl.constexpr, DEPENDENT: tl.constexpr):
     tl.store(x + i, 2 * tl.load(x + i))
 
 
+@triton.jit
+def _reverse(x, y, LEN: tl.constexpr):
+    for i in range(LEN):
+        tl.store(y + i, tl.load(x + LEN - 1 - i))
+
+
 @pytest.fixture(autouse=True)
 def joined():
     with interpreting(joined=True) as ran:
@@ -57,6 +63,10 @@ def add(x, y):
 
 def double(x):
     return triton_call(HOPPER, _double, (x,), (), (1,), in_place=(0,), LEN=N)[0]
+
+
+def reversed_into(x, y):
+    return triton_call(HOPPER, _reverse, (x, y), (), (1,), in_place=(1,), LEN=N)[0]
 
 
 def calls(function, *args) -> list[int]:
@@ -157,6 +167,16 @@ def an_old_view_is_read(x, y):
     return double(a), v * 2
 
 
+def a_view_of_an_argument_is_overwritten(x, y):
+    a = double(x + 1)
+    return double(a.reshape(2, 4)), y
+
+
+def a_view_is_read_while_it_is_overwritten(x, y):
+    a = add(x, y)
+    return reversed_into(a.reshape(2, 4), a)
+
+
 def in_a_loop(x, y):
     def body(i, carry):
         a, b = carry
@@ -203,6 +223,8 @@ CASES = [
     case(an_update_of_what_a_kernel_reads, [1, 2]),
     case(a_view_is_overwritten, [3]),
     case(an_old_view_is_read, [1, 1]),
+    case(a_view_of_an_argument_is_overwritten, [1, 1]),
+    case(a_view_is_read_while_it_is_overwritten, [1, 1]),
     case(in_a_loop, [3]),
     case(in_branches, [1, 2, 2]),
     case(called_twice, [3]),
@@ -221,6 +243,15 @@ def test_launches_are_joined_and_results_are_those_of_single_launches(function, 
     assert sorted(calls(function, *args)) == sorted(kernels)
 
 
+def test_an_array_that_is_written_in_place_is_one_argument():
+    with pytest.raises(ValueError, match="argument 1 of _reverse"):
+        jax.jit(lambda x: reversed_into(x, x))(jnp.zeros(N))
+
+
+def test_a_literal_can_be_written_in_place():
+    assert calls(lambda x: (add(x, x), double(np.float32(3))), jnp.zeros(N)) == [2]
+
+
 # The driver.
 
 TESTS = itertools.count()
@@ -229,7 +260,7 @@ ABOUT = {"num_warps": 4, "shared": 1024, "num_ctas": 1, "global_scratch_size": 0
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory):
-    """A library that stands for libcuda, and computes `_add` and `_double`."""
+    """A library that stands for libcuda, and computes `_add`, `_double` and `_reverse`."""
     if reason := call.why_not():
         pytest.skip(reason)
     path = tmp_path_factory.mktemp("driver") / "libcuda.so"
@@ -246,7 +277,7 @@ def stub(tmp_path_factory):
 @pytest.fixture
 def written(stub, monkeypatch):
     """What the driver was asked since the last call, where Triton compiled each kernel to what `ABOUT` says."""
-    about, test = {"_add": dict(ABOUT), "_double": dict(ABOUT)}, next(TESTS)
+    about, test = {name: dict(ABOUT) for name in ("_add", "_double", "_reverse")}, next(TESTS)
 
     def compiled(kernel, dtypes, meta, warps, stages, capability):
         name = kernel.fn.__name__
