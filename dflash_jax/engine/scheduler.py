@@ -112,7 +112,8 @@ class DecodeScheduler:
         sizes, count = self._sizes(any(r.mask for r in batch)), self._runner.largest_shard(slots)
         batch_size = next(n for n in sizes if n >= count)
         speculation = self._speculation(batch, batch_size, sizes[batch_size])
-        cost = self._policy.cost(batch_size, speculation)
+        lengths = [self._acceptance(r).length for r in batch]
+        cost = self._policy.cost(batch_size, speculation, sum(lengths))
         # Dispatches stay short until every sequence has its first token.
         seconds = DISPATCH_S if all(r.tokens for r in batch) else DISPATCH_S / 4
         rounds = UNKNOWN_ROUNDS[speculation.block_size > 1] if cost is None else rounds_within(seconds, cost)
@@ -123,7 +124,6 @@ class DecodeScheduler:
         dispatch = Dispatch(slots, block_sizes, rounds, speculation, batch_size)
         if not self._runner.settings.has_widths or largest == 1 or any(r.mask for r in batch):
             return dispatch
-        lengths = [self._acceptance(r).length for r in batch]
         rates, price = self._policy.widths(count, batch_size, speculation, lengths)
         prices = tuple(price if r.block_size == "auto" else 0.0 for r in batch)
         return replace(dispatch, rates=rates, prices=prices)
