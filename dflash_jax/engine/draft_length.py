@@ -5,7 +5,9 @@ b is the draft length b - 1 plus the target's own token. The policy takes what h
 
     sum over sequences of (1 + p_1 + p_1 p_2 + … + p_1 p_2 … p_(b - 1)) / seconds of such a round at this batch size,
 
-where p_i is the probability that the sequence accepts draft i of a block where it accepted those before it.
+where p_i is the probability that the sequence accepts draft i of a block where it accepted those before it. Seconds are
+those of a round without contexts and, for each token of them, what it adds: a round reads its contexts once, whatever
+its block size, so that after long ones fewer accepted drafts pay for it.
 
 At first the p_i follow from the acceptance on record for the drafter (`engine.acceptance`), and the seconds from the
 measurements on record for the device and the models (`engine.round_costs`); both are then measured, with the drafter's
@@ -149,18 +151,18 @@ class DraftLengthPolicy:
         self._measured[key] = self._spent
         if is_recent:
             self._compare(key, seconds, tokens)
-        self._contexts[key], seconds = tokens, seconds - tokens * self._per_token(key)
-        old = self.seconds.get(key, seconds)
+        known = (self.seconds, self._least, self._whole_seconds)
+        old, least, whole = (self._after(key, each[key], tokens) if key in each else seconds for each in known)
+        self._contexts[key], of_contexts = tokens, tokens * self._per_token(key)
         if self._runs[key] < MEASURED_RUNS:
-            self.seconds[key] = min(seconds, old)
+            self.seconds[key] = min(seconds, old) - of_contexts
             return
         if is_whole:
-            old_whole = self._whole_seconds.get(key, seconds)
-            self._whole_seconds[key] = old_whole + WHOLE_WEIGHT * (seconds - old_whole)
+            self._whole_seconds[key] = whole + WHOLE_WEIGHT * (seconds - whole) - of_contexts
         self._errors[key] = 1.0
-        self._least[key] = min(seconds, self._least[key]) if is_recent else seconds
+        self._least[key] = (min(seconds, least) if is_recent else seconds) - of_contexts
         weight = (LONGER_WEIGHT if seconds > old else SHORTER_WEIGHT) if is_recent else 1.0
-        self.seconds[key] = old + weight * (seconds - old)
+        self.seconds[key] = old + weight * (seconds - old) - of_contexts
 
     def _compare(self, key: tuple[int, Speculation], seconds: float, tokens: int) -> None:
         """Learns what a token of the contexts takes, from rounds of one kind after contexts of different lengths."""
