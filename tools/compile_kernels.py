@@ -12,9 +12,11 @@ import tempfile
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from dflash_jax.ops.card import SHARED_MEMORY, Card
-from dflash_jax.ops.kernels.triton.launch import PTX_VERSION, Launch, launching
+from dflash_jax.ops.kernels.triton.call import Launch, compile_kernel
+from dflash_jax.ops.kernels.triton.launch import launching
 from dflash_jax.options.systems import read_system
 from dflash_jax.planner import abstract_pair, read_shapes
 from tools.compile_report import shorten
@@ -39,11 +41,6 @@ LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
 # Tokens of a prompt that a program takes: a small and the largest number.
 PREFILLS = (64, 4096)
 TENSOR_MEMORY = 512
-# Triton's names of dtypes, by JAX's names.
-KINDS = {
-    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv",
-    "int8": "i8", "uint8": "u8", "int32": "i32", "bool": "i1",
-}  # fmt: skip
 
 
 def prepare() -> None:
@@ -142,6 +139,15 @@ def launches(
     return list(found.values())
 
 
+def compile_launch(launch: dict, capability: int) -> Any:
+    """Compiles a `described` launch for a card; returns Triton's compiled kernel."""
+    module, _, name = launch["kernel"].partition(".")
+    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
+    # JSON has no tuples.
+    meta = {name: tuple(value) if isinstance(value, list) else value for name, value in launch["meta"].items()}
+    return compile_kernel(kernel, launch["kinds"], meta, launch["num_warps"], launch["num_stages"], capability)
+
+
 def compiled(launch: dict, capability: int) -> dict:
     """Compiles a launch for a card and measures what it takes of it.
 
@@ -149,30 +155,10 @@ def compiled(launch: dict, capability: int) -> dict:
         Registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor memory of a program;
         or {"failed": why}.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
-    from triton.compiler import ASTSource
 
-    module, _, name = launch["kernel"].partition(".")
-    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
-    names, kinds = list(kernel.arg_names), launch["kinds"]
-    signature = {n: f"*{KINDS[kind]}" for n, kind in zip(names, kinds, strict=False)}
-    signature |= dict.fromkeys(names[len(kinds) :], "constexpr")
-    # As jax-triton has it: JAX's arrays begin at multiples of 16 bytes.
-    attrs = {(i,): [["tt.divisibility", 16]] for i in range(len(kinds))}
-    # JSON has no tuples.
-    meta = {name: tuple(value) if isinstance(value, list) else value for name, value in launch["meta"].items()}
-    source = ASTSource(kernel, signature, meta, attrs)
-    options = {
-        "num_warps": launch["num_warps"],
-        "num_stages": launch["num_stages"],
-        # Triton's own assembler for older cards is older than XLA's.
-        "ptx_version": min(PTX_VERSION, nvidia.ptx_get_version(nvidia.get_ptxas(capability).version)),
-        "enable_fp_fusion": True,
-    }
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled = compile_launch(launch, capability)
     except Exception as e:  # errors have many kinds: a pass of MLIR, the assembler, a limit of the card
         return {"failed": " ".join(str(e).split())[-300:] or type(e).__name__}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -20,12 +20,15 @@ from jax.core import Tracer
 from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import HOPPER
-from dflash_jax.ops.kernels.triton.launch import Launch, launching
+from dflash_jax.ops.kernels.triton.call import DEPENDENT, Launch, calling
+from dflash_jax.ops.kernels.triton.launch import launch_by_default, launching
 
 # The backend of models and operations whose kernels are interpreted.
 INTERPRETED = Backend.for_card(HOPPER)
 # Dtypes that NumPy lacks, which are passed as their bits.
 BITS = {"float8_e4m3fn": np.uint8, "bfloat16": np.int16}
+# Counted beside the kernels: the calls of `launch_p` that were traced.
+CALLS = "calls"
 # The interpreter keeps a program's number and its patches of Triton's language in module globals.
 _LOCK = threading.Lock()
 
@@ -37,16 +40,17 @@ def interpret(launch: Launch) -> list[np.ndarray]:
     """
     import torch
 
-    args = [_to_torch(x) for x in launch.args]
-    outputs = []
-    for spec in launch.out:
-        dtype = getattr(torch, jnp.dtype(spec.dtype).name)
-        outputs.append(torch.full(spec.shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype))
+    args, outputs = [_to_torch(x) for x in launch.args], [_to_torch(_unwritten(spec)) for spec in launch.out]
     # XLA's threads round subnormal numbers to zero, a card does not.
     torch.set_flush_denormal(False)
     with _LOCK:
         launch.kernel[launch.grid](*args, *outputs, **launch.meta)
     return [_to_numpy(x) for x in (*(args[i] for i in launch.in_place), *outputs)]
+
+
+def _unwritten(spec) -> np.ndarray:
+    is_float = jnp.issubdtype(spec.dtype, jnp.floating)
+    return np.full(spec.shape, np.nan if is_float else np.iinfo(spec.dtype).max // 2, spec.dtype)
 
 
 def _to_torch(x):
@@ -69,15 +73,16 @@ def _to_numpy(x) -> np.ndarray:
 
 
 @contextmanager
-def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
+def interpreting(emulate_tf32: bool = False, joined: bool = False) -> Iterator[Counter]:
     """A context in which kernels are interpreted.
 
     Args:
+        joined: Whether launches are calls of `launch_p`, which `launch.chained` joins.
         emulate_tf32: Products of float32 in TF32 lose the 13 lowest bits of their operands, as a tensor core that
             truncates them does. Else they are products of float32.
 
     Yields:
-        How often each kernel ran, by name.
+        How often each kernel ran, by name, and `CALLS`.
 
     Raises:
         InputError: TRITON_INTERPRET was not set.
@@ -97,6 +102,29 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
             return tuple(map(jnp.asarray, run(*launch.args)))
         written = [jax.ShapeDtypeStruct(launch.args[i].shape, launch.args[i].dtype) for i in launch.in_place]
         return tuple(jax.pure_callback(run, (*written, *launch.out), *launch.args))
+
+    def implementation(*args, kernels, results, aliases):
+        def run(*arrays):
+            # Arguments that are overwritten are their results, too.
+            overwritten = dict(aliases)
+            buffers = [np.array(x) if i in overwritten else x for i, x in enumerate(arrays)]
+            places = {j: i for i, j in aliases}
+            buffers += [buffers[places[j]] if j in places else _unwritten(x) for j, x in enumerate(results)]
+            for kernel in kernels:
+                ran[kernel.kernel.fn.__name__] += 1
+                tensors = [_to_torch(buffers[i]) for i in kernel.buffers]
+                meta = dict(kernel.meta)
+                # Here a kernel begins after the one before it has ended.
+                meta |= {DEPENDENT: False} if DEPENDENT in meta else {}
+                with _LOCK:
+                    kernel.kernel[kernel.grid](*tensors, **meta)
+                for i, tensor in zip(kernel.buffers, tensors, strict=True):
+                    if i >= len(arrays) or i in overwritten:
+                        buffers[i][...] = _to_numpy(tensor).reshape(buffers[i].shape)
+            return tuple(buffers[len(arrays) :])
+
+        ran[CALLS] += 1
+        return jax.pure_callback(run, tuple(results), *args)
 
     def patch_tensor(tensor, scope):
         original_patch(tensor, scope)
@@ -135,7 +163,8 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
             (builder, "binary_op", binary_op),
         ):
             stack.enter_context(mock.patch.object(of, name, value))
-        stack.enter_context(launching(launcher))
+        stack.enter_context(launching(launch_by_default if joined else launcher))
+        stack.enter_context(calling(implementation))
         yield ran
 
 
@@ -154,7 +183,7 @@ def small_grids() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (triton_attention, "PROGRAMS", 12),
-            (triton_attention, "MULTIPROCESSORS", {90: 12}),
+            (triton_attention, "LONG_PROGRAMS", 12),
             (triton_experts, "GATE_UP_ONE", (16, 1, 1)),
             (triton_experts, "DOWN_ONE", (32, 1, 1)),
             (triton_linear, "BY_ROW_OUTPUTS", 32),

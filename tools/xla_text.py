@@ -95,6 +95,19 @@ def computations(hlo: str) -> dict[str, list[str]]:
     return lines_by_name
 
 
+def launched(hlo: str) -> list[int]:
+    """The number of kernels of each call of `ops.kernels.triton.call`: the second number of its plan."""
+    counts = []
+    for line in hlo.splitlines():
+        if 'custom_call_target="dflash_launch"' not in line:
+            continue
+        if plan := re.search(r'plan = dense<"0x.{16}(.{16})', line):
+            counts.append(int.from_bytes(bytes.fromhex(plan[1]), "little"))
+        elif plan := re.search(r"plan = dense<\[\d+, (\d+)", line):
+            counts.append(int(plan[1]))
+    return counts
+
+
 def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     """Bytes of arrays of ``shapes`` that the operations of a program take, or of a loop's body where that is more.
 

@@ -18,6 +18,7 @@ from dflash_jax.engine import steps
 from dflash_jax.engine.steps import BATCH, REPLICATED, Programs, Step
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import Drafting
+from dflash_jax.ops.kernels.triton.launch import chained
 from dflash_jax.parallel.sharding import parameter_specs, place
 
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls. Products of one operand stay apart: to merge them XLA
@@ -100,6 +101,9 @@ class Executables(Programs):
         def run(leaves, state, *args):
             return step.function(*jax.tree.unflatten(self._structure, leaves), state, *args, **static)
 
+        backend = self.pair[0].backend
+        if backend.joins_launches:
+            run = chained(run)
         state_specs, (in_specs, out_specs) = self.state_specs(state), self.specs(step, state, static)
         mapped = jax.shard_map(
             run,

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES, OLDEST, Card
 from dflash_jax.ops.kernels.cpu import calls as cpp
+from dflash_jax.ops.kernels.triton import call
+from dflash_jax.ops.kernels.triton.launch import why_not_jax_triton
 
-# The oldest Triton with what jax-triton 0.4.1 takes from it. With an older one jax-triton fails at the first launch.
+# The oldest Triton that kernels are compiled with. With an older one jax-triton 0.4.1 fails at the first launch.
 OLDEST_TRITON = (3, 7)
-# From this version of jax on, versions of jax-triton with this prefix cannot be traced.
-JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Backend:
             reason = "kernels are 'xla'"
             return cls(platform, card, kernels, reason, reason)
         no_cpp = cpp.why_not() if platform == "cpu" else f"the platform is {platform}"
-        return cls(platform, card, kernels, no_cpp, _no_triton(device, card))
+        return cls(platform, card, kernels, no_cpp, _no_triton(device, card, kernels))
 
     @classmethod
     def for_card(cls, card: Card, kernels: str = "auto") -> "Backend":
@@ -127,6 +127,14 @@ class Backend:
         return self.no_triton is None
 
     @property
+    def joins_launches(self) -> bool:
+        """Whether calls of this package launch the Triton kernels (`launch.chained`), in place of jax-triton.
+
+        No card has run them: the user's "all" takes them.
+        """
+        return self.has_triton and self.kernels == "all" and call.why_not() is None
+
+    @property
     def triton_card(self) -> Card:
         """The card that Triton kernels are launched for.
 
@@ -148,27 +156,28 @@ def _platform(device: Any) -> str:
     return device.platform
 
 
-def _no_triton(device: Any, card: Card | None) -> str | None:
+def _no_triton(device: Any, card: Card | None, kernels: str) -> str | None:
     """Why a device gets no Triton kernels; None where it does."""
     if card is None:
         return f"{device.device_kind} is not an NVIDIA GPU"
     if card.capability < OLDEST:
         needed = f"{OLDEST // 10}.{OLDEST % 10}"
         return f"{device.device_kind} has compute capability {device.compute_capability}: kernels need {needed}"
-    if find_spec("jax_triton") is None or find_spec("triton") is None:
-        return "jax-triton is not installed: it comes with the extra cuda13 on Python 3.12 and later"
+    if find_spec("triton") is None:
+        return "triton is not installed: it comes with the extra cuda13 on Linux"
     try:
         of_triton = version("triton")
     except PackageNotFoundError:
         # Of a distribution with another name, such as a PyTorch nightly's.
         of_triton = import_module("triton").__version__
     if tuple(map(int, of_triton.split(".")[:2])) < OLDEST_TRITON:
-        first, of_jax = ".".join(map(str, OLDEST_TRITON)), version("jax-triton")
-        return f"Triton {of_triton} is too old for jax-triton {of_jax}: it needs {first} or later"
-    if jax.__version_info__ >= JAX_OF_JAX_TRITON[0] and version("jax-triton").startswith(JAX_OF_JAX_TRITON[1]):
-        first = ".".join(map(str, JAX_OF_JAX_TRITON[0]))
-        return f"jax {jax.__version__} cannot trace jax-triton {version('jax-triton')}: it needs jax below {first}"
-    return None
+        return f"Triton {of_triton} is too old: {'.'.join(map(str, OLDEST_TRITON))} or later is needed"
+    if (reason := why_not_jax_triton()) is None:
+        return None
+    if kernels != "all":
+        return f"{reason}; --kernels all launches them without jax-triton, as no card has done"
+    another = call.why_not()
+    return another and f"{reason}; nor can this package launch them: {another}"
 
 
 @dataclass(frozen=True)

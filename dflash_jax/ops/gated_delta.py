@@ -1,4 +1,4 @@
-"""Operations of Gated DeltaNet (arXiv 2412.06464): `gated_delta`, `advance` and `replay`.
+"""Operations of Gated DeltaNet (arXiv 2412.06464): `gated_delta`, `advance`, `replay` and `replay_layers`.
 
     S ← e^g S;   δ = β (v - Sᵀk);   S ← S + k ⊗ δ;   o = Sᵀq
 
@@ -11,6 +11,7 @@ Letters as in `ops.cache`; the C convolution channels of a group are its q, k an
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -264,8 +265,7 @@ def _supports_triton_replay(backend: Backend, state: DeltaState, record: DeltaRe
 def _triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
     from dflash_jax.ops.kernels.triton import delta as triton_delta
 
-    recurrent, conv = triton_delta.replay_triton(backend.triton_card, state, record, n)
-    return DeltaState(recurrent, conv, state.rows)
+    return triton_delta.replay_triton(backend.triton_card, state, record, n)
 
 
 def _supports_cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
@@ -297,6 +297,55 @@ def replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Int[Arra
         The state after them.
     """
     return choose("replay", REPLAYS, backend, state, record, n).call(backend, state, record, n)
+
+
+def replay_layers_reference(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Int[Array, " B"]
+) -> tuple[DeltaState, ...]:
+    """`replay` of each layer, with the implementation that the backend chooses."""
+    return tuple(replay(backend, state, record, n) for state, record in zip(states, records, strict=True))
+
+
+def _supports_triton_layers(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Array
+) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    from dflash_jax.ops.kernels.triton import delta as triton_delta
+
+    return triton_delta.why_not_layers(states, records)
+
+
+def _triton_layers(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Array
+) -> tuple[DeltaState, ...]:
+    from dflash_jax.ops.kernels.triton import delta as triton_delta
+
+    return triton_delta.replay_layers_triton(backend.triton_card, states, records, n)
+
+
+LAYERS_REPLAYS = (
+    Implementation("triton", _supports_triton_layers, _triton_layers, is_tried=False),
+    Implementation("reference", supports_everything, replay_layers_reference),
+)
+
+
+def replay_layers(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Int[Array, " B"]
+) -> tuple[DeltaState, ...]:
+    """`replay` of several layers, which does not depend on their order.
+
+    Args:
+        backend: As in `replay`.
+        states: The state of each layer before the tokens.
+        records: Their records.
+        n: As in `replay`, of all layers.
+
+    Returns:
+        The states after the first n tokens.
+    """
+    args = (states, records, n)
+    return choose("replay_layers", LAYERS_REPLAYS, backend, *args).call(backend, *args)
 
 
 def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:

@@ -25,7 +25,15 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.weights import LANES, PackedWeight, QuantizedWeight, Weight, activations_in_nvfp4, is_nvfp4
+from dflash_jax.ops.weights import (
+    FEW_TOKENS,
+    LANES,
+    PackedWeight,
+    QuantizedWeight,
+    Weight,
+    activations_in_nvfp4,
+    is_nvfp4,
+)
 
 # Bytes of the unpacked copy that XLA makes of a part of a head in few bits: such a copy stays in the cache of a card.
 UNPACKED_BYTES = 2**26
@@ -183,7 +191,9 @@ def project(
     if isinstance(matrix, PackedWeight):
         y = cpp.linear(x2, [matrix])[0].astype(dtype or x.dtype)
     elif isinstance(matrix, QuantizedWeight):
-        y = matrix.matmul(x2, dtype)
+        y = matrix.matmul(
+            x2, dtype, converts_first=backend.is_gpu and backend.kernels == "all" and len(x2) > FEW_TOKENS
+        )
     else:
         y = product(backend, x2, matrix, dtype)
     return y.reshape(*x.shape[: x.ndim - contracted], *out)

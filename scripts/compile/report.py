@@ -104,7 +104,8 @@ def describe(figures: dict) -> str:
         line = f"{name}: {f['all'] / 1e9:.2f} GB {'fits' if f['fits'] else 'DOES NOT FIT'} ("
         line += f"arguments {f['arguments'] / 1e9:.2f}, temporaries {f['temporaries'] / 1e9:.3f}), "
         if "kernels_per_layer" in f:
-            line += f"{f['kernels_per_layer']:.1f} kernels a layer and {f['kernels_in_branches']} in branches, "
+            line += f"{f['kernels_per_layer']:.1f} kernels a layer in {f['calls_per_layer']:.1f} calls, "
+            line += f"{f['kernels_in_branches']} in branches, "
             line += f"{f['graphs']} graphs, "
         if "optimal_seconds" in f:
             line += f"compiler's estimate {1e3 * f['optimal_seconds']:.2f} ms, "

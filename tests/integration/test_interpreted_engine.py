@@ -28,7 +28,7 @@ from tools.token_runs import Remembering
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from tools.triton_interpreter import INTERPRETED, interpreting, small_grids
+from tools.triton_interpreter import CALLS, INTERPRETED, interpreting, small_grids
 
 NEW, WIDE, CAPACITY = 4, 8, 384
 PROMPTS = (17, 40, 75, 300)
@@ -74,14 +74,18 @@ PLAIN_ALONE, WIDE_ALONE, WIDE_TOGETHER = (1, False), (WIDE, False), (WIDE, True)
 
 
 def compared(
-    models, temperature: float, lengths: tuple[int, ...], runs=(PLAIN_ALONE, WIDE_ALONE, WIDE_TOGETHER)
+    models,
+    temperature: float,
+    lengths: tuple[int, ...],
+    runs=(PLAIN_ALONE, WIDE_ALONE, WIDE_TOGETHER),
+    joined: bool = False,
 ) -> set[str]:
     """Asserts that the tokens of each run are those of XLA, and returns the kernels that ran."""
     target, drafter = models
     expected = run(target, None, requests(lengths, temperature), 1, True)
     coached = Remembering.of(drafter, expected, WIDE, CAPACITY)
     target, coached = on_cuda(target), replace(coached, drafter=on_cuda(drafter))
-    with interpreting() as ran:
+    with interpreting(joined=joined) as ran:
         for width, together in runs:
             some = lengths if together else lengths[:1]
             found = run(target, coached if width > 1 else None, requests(some, temperature), width, together)
@@ -91,9 +95,10 @@ def compared(
 
 
 @pytest.mark.long
-def test_tokens_are_those_of_xla(models):
+@pytest.mark.parametrize("joined", [False, True])
+def test_tokens_are_those_of_xla(models, joined):
     """The shortest form: drawn tokens of two prompts. A kernel that did not run fails the test."""
-    assert compared(models, 0.8, (17, 75), (PLAIN_ALONE, WIDE_TOGETHER)) == KERNELS
+    assert compared(models, 0.8, (17, 75), (PLAIN_ALONE, WIDE_TOGETHER), joined) - {CALLS} == KERNELS
 
 
 def drafts(target, drafter, temperature: float) -> np.ndarray:

@@ -106,6 +106,13 @@ def replay_cases():
         yield (args[2], arguments.spoilt(record, count), jnp.asarray(count, jnp.int32)), {}
 
 
+def layers_cases():
+    """Two layers, whose rows are in other places."""
+    for (state, record, n), options in replay_cases():
+        more = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else 2 * x, state)
+        yield ([state, more], [record, record], n), options
+
+
 def mixture_cases():
     for tokens, top, experts, idle in ((1, 2, 7, 0), (5, 3, 7, 2), (16, 4, 20, 3)):
         *args, options = arguments.experts(Source(tokens), tokens, top, experts, 32, 64, idle, shared=32)
@@ -219,6 +226,7 @@ OPERATIONS = {
     "gated_delta": (gated_delta.IMPLEMENTATIONS, delta_cases),
     "advance": (gated_delta.ADVANCES, advance_cases),
     "replay": (gated_delta.REPLAYS, replay_cases),
+    "replay_layers": (gated_delta.LAYERS_REPLAYS, layers_cases),
     "mixture": (moe.IMPLEMENTATIONS, mixture_cases),
     "packed mixture": (moe.IMPLEMENTATIONS[:1], packed_mixture_cases),
     "few bits mixture": (moe.IMPLEMENTATIONS[:1], few_bits_mixture_cases),
@@ -299,6 +307,7 @@ PUBLIC = {
     "gated_delta": gated_delta.gated_delta,
     "advance": gated_delta.advance,
     "replay": gated_delta.replay,
+    "replay_layers": gated_delta.replay_layers,
     "mixture": moe.mixture,
     "block_convolution": block_convolution.block_convolution,
     "sampling_noise": sampling_noise.gumbel_noise,

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.ops.kernels.triton.attention import MULTIPROCESSORS
 from tools import float64_reference
 from tools.kernels import arguments
 from tools.kernels.arguments import Source
@@ -123,6 +122,9 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         yield named(delta, rows, tokens, BF16)
     for rows, tokens in sizes.all(BF16):
         yield named(prefilling if tokens > 16 else replaying, rows, tokens, BF16)
+    # Of 30 layers in two launches.
+    for rows, tokens, dtype, layers in ((1, 16, BF16, 30), (1, 1, BF16, 30), (7, 5, BF16, 2), (1, 16, F32, 2)):
+        yield named(replaying, rows, tokens, dtype, layers=layers)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16)
     for rows, tokens in sizes.all(BF16):
@@ -156,6 +158,8 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
     yield named(writing, 7, 5, FP8)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16, quantized="fp8")
+    for rows, tokens in (*sizes.few(BF16), sizes.all(BF16)[-1]):
+        yield named(mixtures, rows, tokens, BF16, quantized="fp8", one_scale=True)
     for rows, tokens in sizes.all(F32):
         yield named(mixtures, rows, tokens, F32)
     for rows in (1, 7, 16):
@@ -170,7 +174,7 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         for rows in (1, 16):
             yield named(products, rows, 1, BF16, weights="inputs of attention", quantized=form)
             yield named(products, rows, 1, BF16, weights="gated", quantized=form)
-    if tested_card().capability in MULTIPROCESSORS:
+    if tested_card().reads_shared:
         long = {"kernel": "triton, long contexts"}
         for rows, tokens in sizes.few(BF16):
             yield named(attention, rows, tokens, BF16, heads="target", mask="causal", **long)

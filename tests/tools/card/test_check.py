@@ -420,7 +420,7 @@ def test_a_wrong_kernel_is_found(interpreted):
     assert "another order" in changed(lambda y: y.at[0].mul(1 + 1e-6))["why"]
 
 
-def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
+def test_a_recorded_launch_is_run_over_zeros(interpreted):
     """As `card_build` records it: kinds of arguments and results, their shapes, and what is written in place."""
     from dflash_jax.ops.kernels.triton import launch
     from tools.card import build as card_build
@@ -432,9 +432,9 @@ def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
         "meta": {"T": 5, "KH": 2, "D": 16, "ROWS": 3, "PAGES": 1, "LAST_PAGE": 2, "PAGE": 64}, "args": shapes,
         "out": [], "grid": [10], "in_place": [0, 1],
     }  # fmt: skip
-    launcher = launch._launcher
-    monkeypatch.setattr(launch, "_launcher", lambda one: calls.append(one) or launcher(one))
-    assert card_build.launched(described) == {"status": "exact"}
+    launcher = launch._launcher.get()
+    with launch.launching(lambda one: calls.append(one) or launcher(one)):
+        assert card_build.launched(described) == {"status": "exact"}
     assert [list(x.shape) for x in calls[0].args] == shapes
     assert calls[0].kernel.fn.__name__ == "_write"
     assert (calls[0].in_place, calls[0].grid, calls[0].num_warps) == ((0, 1), (10,), 1)

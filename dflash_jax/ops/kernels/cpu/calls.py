@@ -2,7 +2,7 @@
 
 A linear map reads each weight once for all rows. XLA's product of four rows takes twice as long as that of one row,
 XLA cannot read weights in bfloat16 faster than in float32, and its small products take tens of microseconds to start
-(benchmarks/NOTES.md). `library` compiles the kernels.
+(benchmarks/NOTES.md). `ops.kernels.library` compiles the kernels.
 """
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
@@ -10,9 +10,9 @@ XLA cannot read weights in bfloat16 faster than in float32, and its small produc
 
 import ctypes
 import logging
-import subprocess
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from dflash_jax.ops.cache import FP8, Bounds, DeltaRecord, DeltaState, KVCache
-from dflash_jax.ops.kernels.cpu.library import find_compiler, load, threads
+from dflash_jax.ops.kernels.library import Library, NotBuiltError, threads
 from dflash_jax.ops.weights import LANES, PackedWeight
 
 log = logging.getLogger("dflash_jax")
@@ -30,24 +30,26 @@ log = logging.getLogger("dflash_jax")
 MAX_HEAD_SIZE = 256
 
 
+HERE = Path(__file__).parent
+NAMES = ("panels", "codes", "product", "attention", "delta", "experts", "frame_attention", "noise", "team", "zeros")
+LIBRARY = Library(
+    "cpu",
+    tuple(HERE / f"{name}.cc" for name in NAMES),
+    tuple(HERE / f"{name}.h" for name in ("codes", "panels", "shared")),
+)
+
+
 @cache
 def why_not() -> str | None:
     """The reason why the kernels cannot be called, or None.
 
     The first call compiles them if they are not in the cache, registers them, and logs the reason.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        log.warning("no C++ compiler is here (c++, or CXX): on this CPU all kernels are XLA's, which are slower")
-        return "no C++ compiler is here (c++, or CXX)"
     try:
-        library = load(compiler)
-    except (ImportError, OSError, subprocess.SubprocessError) as e:
-        exit_code = f"exit code {e.returncode}" if isinstance(e, subprocess.CalledProcessError) else str(e)
-        lines = (getattr(e, "stderr", None) or exit_code).strip().splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0] if lines else type(e).__name__)
-        log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
-        return f"{' '.join(compiler)} could not compile them: {reason}"
+        library = LIBRARY.load()
+    except NotBuiltError as e:
+        log.warning("on this CPU all kernels are XLA's, which are slower: %s", e)
+        return str(e)
     library.DflashThreads(ctypes.c_int64(threads()))
     for name in ("Linear", "Attend", "Rotate", "Write", "AttendFrames", "Mix", "Replay", "Experts", "Noise", "Zeros"):
         name = f"Dflash{name}"

@@ -12,11 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.cache import FP8, Bounds, KVCache
 from dflash_jax.ops.card import KIB, OLDEST_FP8, Card
+from dflash_jax.ops.kernels.triton.dependent import wait_for_inputs
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
-# Programs that keep an accelerator busy, and the most splits of a context: further splits cost more to join than they
-# save (H200).
+# Programs that keep an H200 busy (`Card.scaled` on others), and the most splits of a context: further splits cost more
+# to join than they save.
 PROGRAMS, MAX_SPLITS = 264, 32
 # Query rows of a program (for up to FEW_TOKENS new tokens, and for more), context positions of a loop step (both are
 # reduced where the card's shared memory is too small), warps (for fewer than 64 rows, and for more) and stages.
@@ -27,8 +28,8 @@ WIDE_STEP = 64 * 256
 # at least. With `STAGES` a step is asked for when the one before it has ended, since its address comes from the page
 # table: nothing is in flight while a step computes. From five stages on the next step is.
 LONG_STAGES, LONG_BUFFERS, LONG_PART = 5, 3, 64
-# Multiprocessors by compute capability: H100 and H200, B200, B300.
-MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}
+# Its programs on an H200: one a multiprocessor.
+LONG_PROGRAMS = 132
 # Columns of a query that a program of `_join` has where there are more than `MAX_SPLITS` parts.
 COLUMNS = 64
 # Supported head sizes, and the most tokens whose queries and keys are normed, rotated and written by these kernels.
@@ -62,13 +63,14 @@ def _attend(
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One part of the context, for BM query rows of one KV head; the last part has the new tokens, too.
 
     Parts have LEAST positions or more, and the values of one that sees no key are not written; LEAST 0: parts are of
     any size and all are written.
     """
+    wait_for_inputs(DEPENDENT)
     b = tl.program_id(0) // KH
     head = tl.program_id(0) % KH
     split = tl.program_id(1)
@@ -141,12 +143,13 @@ def _attend(
 def _join(
     maxima, total, acc, gate, y,
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
-    GATED: tl.constexpr, COLUMNS: tl.constexpr, SPARSE: tl.constexpr,
+    GATED: tl.constexpr, COLUMNS: tl.constexpr, SPARSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one query into one softmax and applies its gate, for COLUMNS of its D values.
 
     SPARSE: splits that see no key have no values.
     """
+    wait_for_inputs(DEPENDENT)
     program = tl.program_id(0)
     pair, m = program // (T * R), program % (T * R)
     b, t, n = pair // KH, m // R, pair % KH * R + m % R
@@ -174,9 +177,10 @@ def _join(
 def _rotate(
     q, k, q_norm, k_norm, cos, sin, q_out, k_out,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates one head of one token's queries or keys."""
+    wait_for_inputs(DEPENDENT)
     token, head = tl.program_id(0) // (N + KH), tl.program_id(0) % (N + KH)
     d = tl.arange(0, D)
     source, norm, target = q + (token * N + head) * HALVES * D, q_norm, q_out + (token * N + head) * D
@@ -200,9 +204,10 @@ def _rotate(
 def _write(
     k_cache, v_cache, table, k, v, rows, positions,
     T: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
-    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr,
+    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes one head of one token's key and value to its page; out-of-range rows, positions and pages are padding."""
+    wait_for_inputs(DEPENDENT)
     token, head = tl.program_id(0) // KH, tl.program_id(0) % KH
     row = tl.load(rows + token // T).to(tl.int64)
     position = tl.load(positions + token)
@@ -303,7 +308,7 @@ def _why_not_read(card: Card, k: Array) -> str | None:
 
 def why_not_long(card: Card, q: Array, k: Array) -> str | None:
     """The reason why `attend_long_triton` does not support queries ``q`` [B, T, N, D] and keys ``k``, or None."""
-    if card.capability not in MULTIPROCESSORS:
+    if not card.reads_shared:
         return f"sm_{card.capability}: the kernel's parts are for Hopper and data-centre Blackwell"
     rows, most = q.shape[1] * q.shape[2] // k.shape[2], _most_rows(q.shape[3] * q.dtype.itemsize, ROWS[1])
     if q.shape[1] > FEW_TOKENS or rows > most:
@@ -483,10 +488,10 @@ def _partial_softmaxes(
     tiles = -(-m // block)
     # Splits do not depend on the capacity, which other requests may raise: in a batch and block of one shape a context
     # is always split the same way.
-    splits = max(1, min(PROGRAMS // (b * heads * tiles), MAX_SPLITS))
+    splits = max(1, min(card.scaled(PROGRAMS) // (b * heads * tiles), MAX_SPLITS))
     if is_long:
         # One program a multiprocessor, whose shared memory the steps in flight fill.
-        splits = max(1, MULTIPROCESSORS[card.capability] // (b * heads * tiles))
+        splits = max(1, card.scaled(LONG_PROGRAMS) // (b * heads * tiles))
     if mask is None:
         block_mask = jnp.zeros((1, 1, 1), jnp.int8)
     else:

@@ -1,11 +1,16 @@
 """Gated DeltaNet of few new tokens in Triton.
 
 One kernel computes convolution, gates, delta rule and gated norm, and reads the state once. Another one writes accepted
-tokens into the state in place. Each program has one value head of one batch entry. Letters as in `ops.gated_delta`.
+tokens into the state in place, of one layer or of many. Each program has one value head of one batch entry and layer.
+Letters as in `ops.gated_delta`.
 """
 
 # A Triton kernel is compiled from Python's syntax; Triton's annotations describe the host's objects.
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +25,12 @@ from dflash_jax.ops.kernels.triton.tiles import log_decay_of, why_not_sizes
 
 # Tokens of a chunk, and the most that a program takes.
 TOKENS = 16
-# Up to FEW_PROGRAMS programs have more warps each: otherwise the accelerator is not busy (H200).
+# Up to FEW_PROGRAMS programs have more warps each: otherwise an H200 (`Card.scaled` on others) is not busy.
 FEW_PROGRAMS, FEW_WARPS, WARPS = 264, 8, 4
+# The most layers of a launch, each of which has seven pointers among its arguments. Compilation takes no longer for 16
+# than for one, and 4 KB of arguments have room for 72. More than 16 save no launch of 16 and 32 layers, and one of 30,
+# 45 and 48, the published models', whose launches have 15 or 16.
+MAX_LAYERS = 16
 
 
 @triton.jit
@@ -166,13 +175,12 @@ def _mix_one(
 
 
 @triton.jit
-def _replay(
-    state, conv, rows, k, delta, log_decay, fresh, count,
+def _replay_head(
+    state, conv, rows, k, delta, log_decay, fresh, count, head,
     T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     W: tl.constexpr, BT: tl.constexpr, STATE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S·e^{c_n} + Σ_{j<n} e^{c_n - c_j} k_j ⊗ δ_j for one value head, and the inputs of the convolution."""
-    head = tl.program_id(0)
     b, g, r = head // (G * R), head // R % G, head % R
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
     state_row, n = tl.load(rows + b), tl.load(count + b)
@@ -225,6 +233,51 @@ def _replay(
     tl.store(state + offset, s, mask=state_mask)
 
 
+@triton.jit
+def _replay(
+    state, conv, rows, k, delta, log_decay, fresh, count,
+    T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, STATE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_replay_head` of one layer."""
+    _replay_head(
+        state, conv, rows, k, delta, log_decay, fresh, count, tl.program_id(0), T, G, R, DK, DV, C, W, BT, STATE_ROWS,
+        PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _replay_layers(
+    s0, c0, r0, k0, d0, g0, x0, s1, c1, r1, k1, d1, g1, x1, s2, c2, r2, k2, d2, g2, x2, s3, c3, r3, k3, d3, g3, x3,
+    s4, c4, r4, k4, d4, g4, x4, s5, c5, r5, k5, d5, g5, x5, s6, c6, r6, k6, d6, g6, x6, s7, c7, r7, k7, d7, g7, x7,
+    s8, c8, r8, k8, d8, g8, x8, s9, c9, r9, k9, d9, g9, x9, s10, c10, r10, k10, d10, g10, x10,
+    s11, c11, r11, k11, d11, g11, x11, s12, c12, r12, k12, d12, g12, x12, s13, c13, r13, k13, d13, g13, x13,
+    s14, c14, r14, k14, d14, g14, x14, s15, c15, r15, k15, d15, g15, x15,
+    count,
+    T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, STATE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    LAYERS: tl.constexpr,
+):  # fmt: skip
+    """`_replay_head` of LAYERS layers, the second axis of the programs; the arrays of others are not read."""
+    layers = (
+        (s0, c0, r0, k0, d0, g0, x0), (s1, c1, r1, k1, d1, g1, x1), (s2, c2, r2, k2, d2, g2, x2),
+        (s3, c3, r3, k3, d3, g3, x3), (s4, c4, r4, k4, d4, g4, x4), (s5, c5, r5, k5, d5, g5, x5),
+        (s6, c6, r6, k6, d6, g6, x6), (s7, c7, r7, k7, d7, g7, x7), (s8, c8, r8, k8, d8, g8, x8),
+        (s9, c9, r9, k9, d9, g9, x9), (s10, c10, r10, k10, d10, g10, x10), (s11, c11, r11, k11, d11, g11, x11),
+        (s12, c12, r12, k12, d12, g12, x12), (s13, c13, r13, k13, d13, g13, x13), (s14, c14, r14, k14, d14, g14, x14),
+        (s15, c15, r15, k15, d15, g15, x15),
+    )  # fmt: skip
+    layer = tl.program_id(1)
+    state, conv, rows, k, delta, log_decay, fresh = layers[0]
+    for i in tl.static_range(1, LAYERS):
+        if layer == i:
+            state, conv, rows, k, delta, log_decay, fresh = layers[i]
+    _replay_head(
+        state, conv, rows, k, delta, log_decay, fresh, count, tl.program_id(0), T, G, R, DK, DV, C, W, BT, STATE_ROWS,
+        PRECISION,
+    )  # fmt: skip
+
+
 def why_not(tokens: int, state: DeltaState) -> str | None:
     """The reason why the kernels do not support this many tokens over an `ops.cache.DeltaState`, or None."""
     if tokens > TOKENS:
@@ -262,7 +315,7 @@ def gated_delta_triton(
     g, r, dk, dv = (sizes[n] for n in ("G", "R", "DK", "DV"))
     programs = b * g * r
     # One token has no matrix product, which would need more warps.
-    warps = FEW_WARPS if t > 1 and programs <= FEW_PROGRAMS else WARPS
+    warps = FEW_WARPS if t > 1 and programs <= card.scaled(FEW_PROGRAMS) else WARPS
     out = [
         jax.ShapeDtypeStruct((b, t, g, r, dv), qkvz.dtype),
         jax.ShapeDtypeStruct((b, t, g, dk), jnp.float32),
@@ -282,16 +335,56 @@ def gated_delta_triton(
     return y, (k, delta, log_decay, conv)
 
 
-def replay_triton(card: Card, state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> tuple[Array, Array]:
-    """`ops.gated_delta.replay`, with the card in place of the backend: the recurrent state and the inputs."""
-    b, t, g = record.k.shape[:3]
-    sizes, programs = _sizes(state, t), b * g * state.recurrent.shape[2]
-    buffers = [state.recurrent, state.conv_inputs, state.row_indices()]
-    args = [*buffers, record.k, record.delta, record.log_decay, record.conv_inputs, n]
+def replay_triton(card: Card, state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> DeltaState:
+    """`ops.gated_delta.replay`, with the card in place of the backend."""
+    return _replayed(card, _replay, [state], [record], n, {})[0]
+
+
+def why_not_layers(states: Sequence[DeltaState], records: Sequence[DeltaRecord]) -> str | None:
+    """The reason why `replay_layers_triton` does not support these layers, or None."""
+    if len(states) < 2:
+        return "one layer: the kernel is for several"
+    shapes = {tuple((x.shape, x.dtype) for x in jax.tree.leaves(pair)) for pair in zip(states, records, strict=True)}
+    if len(shapes) > 1:
+        return f"layers of {len(shapes)} shapes: the kernel takes one"
+    return why_not(records[0].k.shape[1], states[0])
+
+
+def replay_layers_triton(
+    card: Card, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Int[Array, " B"]
+) -> tuple[DeltaState, ...]:
+    """`ops.gated_delta.replay_layers`, with the card in place of the backend, by as few launches of about one size."""
+    after = list(states)
+    launches = -(-len(states) // MAX_LAYERS)
+    for i in range(launches):
+        some = states[i::launches], records[i::launches]
+        after[i::launches] = _replayed(card, _replay_layers, *some, n, {"LAYERS": len(some[0])}, MAX_LAYERS)
+    return tuple(after)
+
+
+def _replayed(
+    card: Card,
+    kernel: Any,
+    states: Sequence[DeltaState],
+    records: Sequence[DeltaRecord],
+    n: Int[Array, " B"],
+    meta: dict[str, int],
+    room: int = 1,
+) -> list[DeltaState]:
+    """The states after one launch of a kernel with arguments for ``room`` layers."""
+    b, t, g = records[0].k.shape[:3]
+    sizes, grid = _sizes(states[0], t) | meta, (b * g * states[0].recurrent.shape[2], len(states))
+    warps = FEW_WARPS if math.prod(grid) <= card.scaled(FEW_PROGRAMS) else WARPS
+    pairs = zip(states, records, strict=True)
+    args = [x for s, r in pairs for x in (s.recurrent, s.conv_inputs, s.row_indices(), *jax.tree.leaves(r))]
+    of_layer = len(args) // len(states)
+    args += [n] * (of_layer * (room - len(states)) + 1)
     # Products of bfloat16 models are TF32, as XLA's are; sums are float32.
-    precision = "ieee" if record.conv_inputs.dtype == jnp.float32 else "tf32"
-    recurrent, conv = triton_call(
-        card, _replay, args, [], (programs,), in_place=(0, 1),
-        num_warps=FEW_WARPS if programs <= FEW_PROGRAMS else WARPS, PRECISION=precision, **sizes,
+    precision = "ieee" if records[0].conv_inputs.dtype == jnp.float32 else "tf32"
+    written = triton_call(
+        card, kernel, args, [], grid,
+        in_place=tuple(of_layer * i + j for i in range(len(states)) for j in (0, 1)), num_warps=warps,
+        PRECISION=precision, **sizes,
     )  # fmt: skip
-    return recurrent, conv
+    arrays = zip(states, written[::2], written[1::2], strict=True)
+    return [DeltaState(recurrent, conv, state.rows) for state, recurrent, conv in arrays]

@@ -1,4 +1,7 @@
-"""Launches of Triton kernels: through jax-triton, or by a replacement that tests and reports install (`launching`)."""
+"""Launches of Triton kernels: by jax-triton, by calls of this package (`call`, `chained`), or by what tests install."""
+
+# jax's own annotations are partial: members such as jnp.where have unknown parameter types.
+# pyright: reportUnknownMemberType=false
 
 import functools
 import os
@@ -7,44 +10,24 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.ops.card import Card
+import jax
+import jax.extend.core as jex
 
-# The last PTX version whose features Triton's LLVM emits; the assemblers of CUDA 13 read it.
-PTX_VERSION = 90
+from dflash_jax.ops.card import Card
+from dflash_jax.ops.kernels.triton.call import DEPENDENT, PTX_VERSION, Launch, launch_by_call
+from dflash_jax.ops.kernels.triton.join import join
+
 TOOLKIT = "/usr/local/cuda"
+# From this version of jax on, versions of jax-triton with this prefix cannot be traced.
+JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
 # An assembler prints "Cuda compilation tools, release 13.0, V13.0.88".
 _RELEASE = re.compile(r"release (\d+\.\d+)")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with its arguments.
-
-    Attributes:
-        kernel: A `triton.jit` function of ``args``, a pointer for each of ``out``, and ``meta``.
-        args: Arrays.
-        out: Shapes and dtypes of the kernel's results.
-        grid: Programs along up to three axes.
-        in_place: Indices of the ``args`` that are written in place.
-        meta: Values of the kernel's ``tl.constexpr`` parameters.
-        num_warps: Warps of a program.
-        num_stages: Loop steps whose loads are in flight together.
-        card: The card that the kernel is compiled for.
-    """
-
-    kernel: Any
-    args: Sequence[Any]
-    out: Sequence[Any]
-    grid: tuple[int, ...]
-    in_place: tuple[int, ...]
-    meta: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    card: Card
 
 
 def triton_call(
@@ -56,11 +39,12 @@ def triton_call(
     Returns:
         The arrays of ``in_place``, then those of ``out``.
     """
-    return _launcher(Launch(kernel, args, out, grid, in_place, meta, num_warps, num_stages, card))
+    if DEPENDENT in kernel.arg_names:
+        meta.setdefault(DEPENDENT, False)
+    return _launcher.get()(Launch(kernel, args, out, grid, in_place, meta, num_warps, num_stages, card))
 
 
 def _through_jax_triton(launch: Launch) -> tuple[Any, ...]:
-    import jax
     import jax_triton  # pyright: ignore[reportMissingImports]  (the extra cuda13)
 
     refs = {i: jax.new_ref(launch.args[i]) for i in launch.in_place}
@@ -74,19 +58,60 @@ def _through_jax_triton(launch: Launch) -> tuple[Any, ...]:
     return (*map(jax.freeze, refs.values()), *written)
 
 
-# Replaced by tests and reports only, through `launching`: it is a global of the process.
-_launcher: Callable[[Launch], tuple[Any, ...]] = _through_jax_triton
+def launch_by_default(launch: Launch) -> tuple[Any, ...]:
+    """Launches by jax-triton, or by calls of this package where jax-triton cannot be used."""
+    if why_not_jax_triton() is None:
+        return _through_jax_triton(launch)
+    return launch_by_call(launch)
+
+
+_launcher: ContextVar[Callable[[Launch], tuple[Any, ...]]] = ContextVar("launcher", default=launch_by_default)
 
 
 @contextmanager
 def launching(launcher: Callable[[Launch], tuple[Any, ...]]) -> Iterator[None]:
-    """Replaces the launcher inside the context: kernels run in Triton's interpreter, or are only recorded."""
-    global _launcher
-    previous, _launcher = _launcher, launcher
+    """Replaces the launcher inside the context: kernels are joined, run in an interpreter, or are only recorded."""
+    token = _launcher.set(launcher)
     try:
         yield
     finally:
-        _launcher = previous
+        _launcher.reset(token)
+
+
+def chained(function: Callable[..., Any], dependent: bool = True) -> Callable[..., Any]:
+    """``function`` of trees of arrays, whose launches are joined where they follow one another.
+
+    Inside `launching` it is ``function`` itself.
+
+    Args:
+        function: What launches kernels through `launch.triton_call`.
+        dependent: As in `launch_by_call`.
+
+    Returns:
+        A function with the same results.
+    """
+    if _launcher.get() is not launch_by_default:
+        return function
+
+    def run(*args: Any) -> Any:
+        with launching(functools.partial(launch_by_call, dependent=dependent)):
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = jex.jaxpr_as_fun(join(traced))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+@functools.cache
+def why_not_jax_triton() -> str | None:
+    """The reason why jax-triton cannot launch kernels, or None."""
+    if find_spec("jax_triton") is None:
+        return "jax-triton is not installed: it comes with the extra cuda13 on Python 3.12 and later"
+    of_triton, of_jax = version("jax-triton"), jax.__version__
+    if jax.__version_info__ >= JAX_OF_JAX_TRITON[0] and of_triton.startswith(JAX_OF_JAX_TRITON[1]):
+        first = ".".join(map(str, JAX_OF_JAX_TRITON[0]))
+        return f"jax {of_jax} cannot trace jax-triton {of_triton}: it needs jax below {first}"
+    return None
 
 
 @functools.cache

@@ -40,8 +40,11 @@ MAX_WEIGHTS, MAX_ROWS, MAX_FOUR_BITS_ROWS = 3, 16, 32
 # For one token: outputs of a program (second: of quantized weights, or of more than MANY_INPUTS inputs), and warps.
 OUTPUTS, MANY_INPUTS, WARPS = (4, 8), 8192, 4
 # For more tokens, by outputs of a program: bytes of a row of x in a step, warps, stages, and stages for quantized
-# weights, so that about 5 MB of weights are in flight. Each program reads all of x from the L2 cache, and therefore has
-# as many outputs as leave PROGRAMS programs (second: with quantized weights).
+# weights, so that an H200 has about 5 MB of weights in flight. Each program reads all of x from the L2 cache, and
+# therefore has as many outputs as leave PROGRAMS programs (second: with quantized weights) for 132 multiprocessors, and
+# for fewer in proportion. With more, half as many outputs would be twice as many reads of x, while the multiprocessor
+# with most outputs had as many: programs stay, and where each has a multiprocessor to itself, it has more steps in
+# flight in proportion.
 TILES, PROGRAMS = {64: (256, 4, 4, 6), 32: (512, 2, 4, 8), 16: (512, 2, 6, 8)}, (128, 64)
 # With at most BY_ROW_OUTPUTS outputs, each of several tokens has programs of its own: the products would have a program
 # for 16 outputs (a router's 257 outputs of 2,048 inputs, on an H200: 16.5 µs for 4 tokens, 2.7 µs for one with its
@@ -337,8 +340,11 @@ def _launch_group(
         kernel, block, warps, stages = _project_one, OUTPUTS[run > 0 or hidden > MANY_INPUTS], WARPS, [1, 1]
         steps, meta = [max(r, divisor(hidden, 2048)) for r in (run, other_run)], {}
     else:
-        block = next((n for n in TILES if sum(sizes) >= n * PROGRAMS[run > 0]), min(TILES))
+        least = min(PROGRAMS[run > 0], card.scaled(PROGRAMS[run > 0]))
+        block = next((n for n in TILES if sum(sizes) >= n * least), min(TILES))
         kernel, (step, warps, *stages) = _project, TILES[block]
+        if sum(-(-n // block) for n in sizes) <= card.multiprocessors:
+            stages = [max(n, 1 + card.scaled(n - 1)) for n in stages]
         inner, few, tile_rows = step // x.dtype.itemsize, both[0].has_four_bits, -(-rows // MAX_ROWS) * MAX_ROWS
         # Of a weight beside one of four bits, about as many bytes.
         limits = inner, inner // (int(2 * both[1].bytes_of_input) if few else 1)

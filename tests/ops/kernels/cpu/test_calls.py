@@ -308,7 +308,7 @@ def test_callers_at_one_time_do_not_mix():
 
 
 @pytest.mark.parametrize(
-    ("compiler", "said"), [("no-such-compiler", "no C++ compiler is here"), ("false", "could not make")]
+    ("compiler", "said"), [("no-such-compiler", "no C++ compiler is here"), ("false", "cannot compile")]
 )
 def test_without_a_compiler_it_says_so_and_goes_on(compiler, said, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CXX", compiler)

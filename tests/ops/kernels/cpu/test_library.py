@@ -1,4 +1,4 @@
-"""The compiled library of the CPU's kernels: whole, this user's, and kept once, or XLA's kernels and one line."""
+"""A compiled library, the CPU's kernels': whole, this user's, and kept once, or XLA's kernels and one line."""
 
 import errno
 import logging
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_jax.ops.kernels import library as libraries
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.ops.kernels.cpu import library as cpu_library
+from dflash_jax.ops.kernels.library import Library, find_compiler, is_intact
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 
@@ -29,13 +30,13 @@ def source(tmp_path):
 def cache(tmp_path, source, monkeypatch):
     """The directory of the libraries, not there yet."""
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path / "cache")
-    monkeypatch.setattr(cpu_library, "SOURCES", [source])
+    monkeypatch.setattr(cpu, "LIBRARY", Library("cpu", (source,)))
     return tmp_path / "cache" / "kernels"
 
 
 @pytest.fixture
 def library(cache):
-    return cpu_library.compiled(cpu_library.find_compiler())
+    return cpu.LIBRARY.compiled(find_compiler())
 
 
 def lines_of(caplog) -> list[str]:
@@ -44,8 +45,8 @@ def lines_of(caplog) -> list[str]:
 
 def test_it_is_compiled_once(library, cache, caplog):
     written = library.stat().st_mtime_ns
-    assert cpu_library.load(cpu_library.find_compiler()).DflashLinear() == 7
-    assert cpu_library.compiled(cpu_library.find_compiler()) == library
+    assert cpu.LIBRARY.load().DflashLinear() == 7
+    assert cpu.LIBRARY.compiled(find_compiler()) == library
     assert library.stat().st_mtime_ns == written
     assert list(cache.iterdir()) == [library]
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
@@ -80,10 +81,10 @@ def link(library: Path):
 @pytest.mark.parametrize("damage", [truncate, empty, flip, open_to_all, link])
 def test_what_is_not_to_be_trusted_is_compiled_again(damage, library, cache, caplog):
     damage(library)
-    assert not cpu_library.is_intact(library)
-    assert cpu_library.load(cpu_library.find_compiler()).DflashLinear() == 7
+    assert not is_intact(library)
+    assert cpu.LIBRARY.load().DflashLinear() == 7
     (kept,) = cache.iterdir()
-    assert cpu_library.is_intact(kept)
+    assert is_intact(kept)
     (line,) = lines_of(caplog)
     assert str(library) in line
 
@@ -97,9 +98,9 @@ def test_a_library_of_another_user_is_compiled_again(library, cache, monkeypatch
         return os.stat_result(values)
 
     monkeypatch.setattr(os, "fstat", foreign)
-    assert not cpu_library.is_intact(library)
+    assert not is_intact(library)
     os.utime(library, (1, 1))
-    assert cpu_library.compiled(cpu_library.find_compiler()).stat().st_mtime > 1
+    assert cpu.LIBRARY.compiled(find_compiler()).stat().st_mtime > 1
     assert len(lines_of(caplog)) == 1
 
 
@@ -122,7 +123,7 @@ def test_without_a_cache_the_library_is_compiled_for_the_process(cache, tmp_path
     cache.parent.write_text("a file where the directory should be")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    assert [cpu_library.load(cpu_library.find_compiler()).DflashLinear() for _ in range(2)] == [7, 7]
+    assert [cpu.LIBRARY.load().DflashLinear() for _ in range(2)] == [7, 7]
     assert lines_of(caplog) == [f"compiled programs are not kept: {cache.parent}: {os.strerror(errno.ENOTDIR)}"]
     assert not list((tmp_path / "temporary").iterdir())
 
@@ -143,15 +144,14 @@ def test_a_read_only_cache_with_a_library_is_used(library, monkeypatch, caplog):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
-    assert cpu_library.load(cpu_library.find_compiler()).DflashLinear() == 7
+    assert cpu.LIBRARY.load().DflashLinear() == 7
     assert not lines_of(caplog)
 
 
 def test_several_processes_at_once(tmp_path, source):
     code = (
-        "from pathlib import Path; from dflash_jax.ops.kernels.cpu import library as c\n"
-        f"c.SOURCES = [Path({str(source)!r})]\n"
-        "print(c.load(c.find_compiler()).DflashLinear())"
+        "from pathlib import Path; from dflash_jax.ops.kernels.library import Library\n"
+        f"print(Library('cpu', (Path({str(source)!r}),)).load().DflashLinear())"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", code]
@@ -163,21 +163,21 @@ def test_several_processes_at_once(tmp_path, source):
         output, errors = process.communicate(timeout=600)
         assert output == "7\n", errors
     (library,) = (tmp_path / "dflash_jax" / "kernels").iterdir()
-    assert cpu_library.is_intact(library)
+    assert is_intact(library)
 
 
 def test_an_old_umask_does_not_open_it(cache):
     before = os.umask(0)
     try:
-        library = cpu_library.compiled(cpu_library.find_compiler())
+        library = cpu.LIBRARY.compiled(find_compiler())
     finally:
         os.umask(before)
-    assert cpu_library.is_intact(library)
+    assert is_intact(library)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
 def test_the_compilers_complaint_is_one_line(cache, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "--no-such-flag"))
+    monkeypatch.setattr(libraries, "FLAGS", (*libraries.FLAGS, "--no-such-flag"))
     with caplog.at_level(logging.WARNING, logger="dflash_jax"):
         assert cpu.why_not.__wrapped__()
     (line,) = lines_of(caplog)

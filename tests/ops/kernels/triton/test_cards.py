@@ -12,12 +12,13 @@ pytest.importorskip("triton.runtime.interpreter")
 
 from dflash_jax.ops import attention, backend
 from dflash_jax.ops.backend import Backend
-from dflash_jax.ops.cache import KVCache
-from dflash_jax.ops.card import KIB, SHARED_MEMORY, Card
+from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.ops.card import HOPPER, KIB, SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton import attention as triton_attention
-from dflash_jax.ops.kernels.triton import launch
+from dflash_jax.ops.kernels.triton import delta, delta_chunks, launch
 from dflash_jax.ops.kernels.triton import linear as triton_project
 from dflash_jax.ops.kernels.triton import tiles as triton_tiles
+from dflash_jax.ops.weights import quantize
 
 
 def device(capability: str, **more) -> SimpleNamespace:
@@ -68,62 +69,175 @@ def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
     assert launch.release_of(tmp_path / "missing") is None
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets the versions that are installed, and jax's."""
+
+    def install(jax_version=(0, 11, 2), **versions: str):
+        def find_spec(name):
+            return versions.get(name)
+
+        def version(name):
+            return versions[name.replace("-", "_")]
+
+        for module in (backend, launch):
+            monkeypatch.setattr(module, "find_spec", find_spec)
+            monkeypatch.setattr(module, "version", version)
+        monkeypatch.setattr(jax, "__version_info__", jax_version)
+        monkeypatch.setattr(jax, "__version__", ".".join(map(str, jax_version)))
+        launch.why_not_jax_triton.cache_clear()
+
+    yield install
+    launch.why_not_jax_triton.cache_clear()
+
+
+def reason_of(found, kernels: str = "auto") -> str | None:
+    return Backend.of_device(found, kernels).no_triton
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
-def test_card_of_supported_capability_has_triton(monkeypatch, capability):
-    monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
-    monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    assert Backend.detect().has_triton
+def test_card_of_supported_capability_has_triton(installed, capability):
+    installed(jax_triton="0.4.1", triton="3.9.0")
+    assert reason_of(device(capability)) is None
 
 
 @pytest.mark.parametrize(
-    ("found", "spec", "reason"),
+    ("found", "versions", "reason"),
     [
-        (device("7.5"), object(), "NVIDIA Some Card has compute capability 7.5: kernels need 8.0"),
-        (device("9.0"), None, "jax-triton is not installed"),
-        (SimpleNamespace(platform="cpu", device_kind="cpu"), object(), "cpu is not an NVIDIA GPU"),
+        (device("7.5"), {"triton": "3.9.0"}, "NVIDIA Some Card has compute capability 7.5: kernels need 8.0"),
+        (device("9.0"), {}, "triton is not installed"),
+        (device("9.0"), {"triton": "3.6.0", "jax_triton": "0.4.1"}, "Triton 3.6.0 is too old: 3.7 or later is needed"),
+        (device("9.0"), {"triton": "3.9.0"}, "jax-triton is not installed"),
+        (SimpleNamespace(platform="cpu", device_kind="cpu"), {"triton": "3.9.0"}, "cpu is not an NVIDIA GPU"),
     ],
 )
-def test_why_a_card_has_none(monkeypatch, found, spec, reason):
-    monkeypatch.setattr(jax, "devices", lambda: [found])
-    monkeypatch.setattr(backend, "find_spec", lambda name: spec)
-    assert reason in Backend.detect().no_triton
+def test_why_a_card_has_none(installed, found, versions, reason):
+    installed(**versions)
+    assert reason in reason_of(found)
 
 
 @pytest.mark.parametrize(
-    ("of_jax", "of_jax_triton", "works"),
-    [((0, 11, 2), "0.4.1", True), ((0, 12, 0), "0.4.1", False), ((0, 12, 0), "0.5.0", True)],
+    ("of_jax", "versions", "works"),
+    [
+        ((0, 11, 2), {"jax_triton": "0.4.1"}, True),
+        ((0, 12, 0), {"jax_triton": "0.4.1"}, False),
+        ((0, 12, 0), {"jax_triton": "0.5.0"}, True),
+        ((0, 12, 0), {}, False),
+    ],
 )
-def test_a_jax_that_cannot_trace_jax_triton(monkeypatch, of_jax, of_jax_triton, works):
-    monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
-    monkeypatch.setattr(jax, "__version_info__", of_jax)
-    monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    monkeypatch.setattr(backend, "version", {"jax-triton": of_jax_triton, "triton": "3.10.0"}.get)
-    reason = Backend.detect().no_triton
-    assert reason is None if works else "needs jax below 0.12" in reason
+def test_without_a_jax_triton_that_jax_can_trace_the_users_all_needs_a_compiler(
+    installed, of_jax, versions, works, monkeypatch
+):
+    installed(of_jax, triton="3.10.0", **versions)
+    reason = reason_of(device("9.0"))
+    assert reason is None if works else "--kernels all" in reason
+    for why_not in (None, "no C++ compiler"):
+        monkeypatch.setattr(backend.call, "why_not", lambda why_not=why_not: why_not)
+        chosen = Backend.of_device(device("9.0"), "all")
+        assert chosen.no_triton is None if works or why_not is None else why_not in chosen.no_triton
+        assert chosen.joins_launches == (why_not is None)
+        assert not Backend.of_device(device("9.0")).joins_launches
 
 
-@pytest.mark.parametrize("has_name", [True, False])
-def test_a_triton_that_jax_triton_cannot_use(monkeypatch, has_name):
-    """PyTorch 2.11 has Triton 3.6, a nightly one under another distribution's name."""
+def test_a_triton_under_another_name_has_its_own_version(installed, monkeypatch):
+    """Of a PyTorch nightly."""
+    installed(jax_triton="0.4.1", triton="3.9.0")
 
     def version(name):
-        if name == "triton" and not has_name:
-            raise backend.PackageNotFoundError(name)
-        return {"jax-triton": "0.4.1", "triton": "3.6.0"}[name]
+        raise backend.PackageNotFoundError(name)
 
-    monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
-    monkeypatch.setattr(backend, "find_spec", lambda name: object())
     monkeypatch.setattr(backend, "version", version)
     monkeypatch.setattr(backend, "import_module", lambda name: SimpleNamespace(__version__="3.6.0"))
-    expected = "Triton 3.6.0 is too old for jax-triton 0.4.1: it needs 3.7 or later"
-    assert Backend.detect().no_triton == expected
+    assert "Triton 3.6.0 is too old" in reason_of(device("9.0"))
 
 
 def test_numbers_of_a_card():
     """JAX's numbers where it reports them, else those of the capability; for an unknown one, the least of all."""
-    assert Card.of_device(device("9.0")) == Card(90, 227 * KIB)
-    assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000)) == Card(90, 1000)
-    assert Card.of_capability(133) == Card(133, 99 * KIB)
+    assert Card.of_device(device("9.0")) == Card(90, 227 * KIB, 132)
+    assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000, core_count=114)) == Card(90, 1000, 114)
+    assert Card.of_capability(133) == Card(133, 99 * KIB, 132)
+    assert Card.of_capability(100).multiprocessors == 148
+
+
+def test_an_h200_has_what_was_measured_on_it():
+    """Numbers that are in proportion to multiprocessors are as they stand."""
+    assert all(HOPPER.scaled(n) == n for n in range(1000))
+    assert [Card.of_capability(c).scaled(264) for c in (80, 89, 100, 120)] == [216, 284, 296, 340]
+
+
+def launched(call, *args, **options) -> list:
+    """The launches of a call, which returns zeros."""
+    launches = []
+
+    def stub(one):
+        launches.append(one)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in (*(one.args[i] for i in one.in_place), *one.out))
+
+    with launch.launching(stub):
+        jax.eval_shape(partial(call, **options), *args)
+    return launches
+
+
+# By outputs, of a weight in bfloat16 and of one in FP8: outputs of a program, and steps in flight.
+TILES = {
+    90: {1056: ((16, 6), (16, 8)), 2048: ((16, 6), (32, 8)), 4096: ((32, 4), (64, 6)), 12352: ((64, 4), (64, 6))},
+    # More in flight where programs have a multiprocessor each.
+    100: {1056: ((16, 7), (16, 9)), 2048: ((16, 7), (32, 9)), 4096: ((32, 4), (64, 7)), 12352: ((64, 4), (64, 6))},
+    # Fewer programs keep all multiprocessors busy.
+    80: {1056: ((16, 6), (16, 8)), 1696: ((16, 6), (32, 8)), 3392: ((32, 4), (64, 6)), 12352: ((64, 4), (64, 6))},
+}
+
+
+@pytest.mark.parametrize("capability", TILES)
+def test_tiles_of_linear_by_multiprocessors(capability):
+    card, x = Card.of_capability(capability), jax.ShapeDtypeStruct((16, 2048), jnp.bfloat16)
+    for outputs, tiles in TILES[capability].items():
+        weight = jax.ShapeDtypeStruct((outputs, 2048), jnp.bfloat16)
+        scaled = jax.eval_shape(lambda w: quantize(w, "int8", 16), weight)
+        found = [launched(triton_project.project_triton, x, [w], card=card)[0] for w in (weight, scaled)]
+        assert tuple((one.meta["BN"], one.num_stages) for one in found) == tiles
+
+
+def test_parts_of_attention_by_multiprocessors(monkeypatch):
+    """As many as two programs a multiprocessor are, at most 32."""
+    # Interpreted kernels have fewer.
+    monkeypatch.setattr(triton_attention, "PROGRAMS", 264)
+    q, k = (jax.ShapeDtypeStruct((4, 16, n, 256), jnp.bfloat16) for n in (16, 2))
+    cache = jax.eval_shape(partial(KVCache.create, 4, 2, 256, 2048, jnp.bfloat16))
+    length, bounds = jax.ShapeDtypeStruct((4,), jnp.int32), jax.eval_shape(partial(Bounds.none, 4, 16))
+
+    def splits(capability):
+        call = partial(triton_attention.attend_triton, Card.of_capability(capability))
+        return launched(call, q, k, k, None, cache, length, bounds)[0].meta["SPLITS"]
+
+    assert [splits(c) for c in (80, 89, 90, 100, 120)] == [13, 17, 16, 18, 21]
+
+
+def test_programs_of_the_delta_rule_by_multiprocessors():
+    """Warps of a head's program, and its values over many chunks: few programs get more."""
+
+    def state(rows, heads):
+        return DeltaState(jnp.zeros((rows, heads, 2, 128, 128)), jnp.zeros((rows, 3, heads, 512)))
+
+    def warps(capability, rows):
+        record = DeltaRecord(*(jnp.zeros((rows, 5, 16, *x)) for x in ((128,), (2, 128), (2,), (512,))))
+        call = partial(delta.replay_triton, Card.of_capability(capability))
+        return launched(call, state(rows, 16), record, jnp.zeros(rows, jnp.int32))[0].num_warps
+
+    def values(capability, heads):
+        parts = [jnp.zeros((3, 1, heads, 2, 64, 128))] * 3 + [jnp.zeros((3, 1, heads, 2, 64, 64))]
+        call = partial(delta_chunks.from_chunk_to_chunk, Card.of_capability(capability), tokens=192)
+        rest = jnp.zeros((3, 1, heads, 2, 64, 128)), jnp.zeros((3, 1, heads, 2))
+        return launched(call, state(1, heads), *parts, *rest)[0].meta["BV"]
+
+    assert [warps(c, rows) for c, rows in ((90, 8), (90, 9), (100, 9), (100, 10), (80, 7))] == [8, 4, 8, 4, 4]
+    assert [values(c, heads) for c, heads in ((90, 16), (90, 17), (100, 18), (100, 19), (80, 16))] == [
+        32,
+        64,
+        32,
+        64,
+        64,
+    ]
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -141,11 +255,11 @@ def test_tiles_of_attention_fit(capability, bytes_of_row):
 
 # Tokens of a round, KV heads, query heads on each and their size: Qwen3.6-35B-A3B, its drafter, and
 # Qwen3.6-27B.
-MULTIPROCESSORS = triton_attention.MULTIPROCESSORS
+LONG_PROGRAMS = triton_attention.LONG_PROGRAMS
 BLOCKS = [(t, *heads) for t in (1, 4, 8, 16) for heads in ((2, 8, 256), (8, 4, 128), (4, 6, 256))]
 
 
-@pytest.mark.parametrize("capability", MULTIPROCESSORS)
+@pytest.mark.parametrize("capability", [90, 100, 103])
 @pytest.mark.parametrize(("tokens", "heads", "group", "dim"), BLOCKS)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("cached", [jnp.bfloat16, jnp.float8_e4m3fn])
@@ -155,7 +269,7 @@ def test_a_long_context_is_read_once_by_the_programs_that_run_at_once(
     """Grid of attention with kernels "all": one tile of query rows, a wave of programs or less, three quarters of the
     card or more, and shared memory that holds the steps in flight."""
     # Without the interpreter's small grids.
-    monkeypatch.setattr(triton_attention, "MULTIPROCESSORS", MULTIPROCESSORS)
+    monkeypatch.setattr(triton_attention, "LONG_PROGRAMS", LONG_PROGRAMS)
     launches = []
 
     def record(made):
@@ -174,7 +288,7 @@ def test_a_long_context_is_read_once_by_the_programs_that_run_at_once(
     assert (long.meta["LEAST"] > 0) > (usual.meta["LEAST"] > 0)
     pairs, parts, tiles = long.grid
     assert tiles == 1 <= usual.grid[2]
-    programs = MULTIPROCESSORS[capability]
+    programs = card.multiprocessors
     assert 3 * programs <= 4 * pairs * parts <= 4 * programs
     rows, positions = long.meta["BM"], long.meta["BS"]
     assert rows >= tokens * group
@@ -187,7 +301,7 @@ def test_a_long_context_is_read_once_by_the_programs_that_run_at_once(
 
 
 def test_attention_for_long_contexts_is_for_cards_and_blocks_that_have_room(monkeypatch):
-    monkeypatch.setattr(triton_attention, "MULTIPROCESSORS", MULTIPROCESSORS)
+    monkeypatch.setattr(triton_attention, "LONG_PROGRAMS", LONG_PROGRAMS)
 
     def why(capability, tokens, dtype=jnp.bfloat16):
         q, k = jnp.zeros((1, tokens, 16, 256), dtype), jnp.zeros((1, tokens, 2, 256), dtype)

@@ -76,6 +76,15 @@ def test_mixture_in_triton_equals_its_definition(tokens, top, experts, idle, qua
     assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
 
 
+@pytest.mark.parametrize(("tokens", "kind"), [(5, "int8"), (20, "fp8"), (170, "fp8")])
+def test_mixtures_of_weights_of_one_scale_an_output_with_all_kernels(tokens, kind):
+    """Their sums are scaled, in blocks of up to 128 rows."""
+    *args, options = arguments.experts(Source(tokens), tokens, 2, 3, 96, 192, tokens // 9, (kind, 1), 96)
+    backend = replace(CUDA, kernels="all", on_choice=assert_triton)
+    found = in_one_program(partial(moe.mixture, backend, **options))(*args)
+    assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
+
+
 def assert_triton(choice):
     """For `Backend.on_choice`: a kernel was taken."""
     assert choice.implementation.startswith("triton"), choice
