@@ -33,7 +33,7 @@ DECAY, OVERALL_DECAY = 0.95, 0.998
 # Weight, in rejections, of all requests' acceptance in a sequence's odds ratio.
 PRIOR_REJECTIONS = 8.0
 # Weight, in rejections, of the next shorter length's acceptance in a length's odds ratio.
-LENGTH_REJECTIONS = 2.0
+LENGTH_REJECTIONS = 4.0
 # Weight, in rounds, of one place's odds at the next.
 PLACE_ROUNDS = 4.0
 # The least and the greatest odds at a place, so that one unlikely acceptance does not make a text easy.

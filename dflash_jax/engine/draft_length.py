@@ -5,7 +5,9 @@ b is the draft length b - 1 plus the target's own token. The policy takes what h
 
     sum over sequences of (1 + p_1 + p_1 p_2 + … + p_1 p_2 … p_(b - 1)) / seconds of such a round at this batch size,
 
-where p_i is the probability that the sequence accepts draft i of a block where it accepted those before it.
+where p_i is the probability that the sequence accepts draft i of a block where it accepted those before it. Seconds are
+those of a round without contexts and, for each token of them, what it adds: a round reads its contexts once, whatever
+its block size, so that after long ones fewer accepted drafts pay for it.
 
 At first the p_i follow from the acceptance on record for the drafter (`engine.acceptance`), and the seconds from the
 measurements on record for the device and the models (`engine.round_costs`); both are then measured, with the drafter's
@@ -40,6 +42,11 @@ from dflash_jax.engine.round_costs import NO_RECORD, CostRecord
 # beside the engine makes rounds longer, never shorter, and to start and to read a short dispatch takes more of each of
 # its rounds. The average is thus near the least, as is the warm-up's measurement of rounds that are not in use.
 LONGER_WEIGHT, SHORTER_WEIGHT = 0.05, 0.5
+# Difference of two contexts' tokens from which the seconds of rounds after them say what a token takes, and the
+# difference at which a new measurement counts as much as all before it.
+COMPARED_TOKENS, EQUAL_TOKENS = 2048, 32768
+# How many times as long as without contexts a round that was measured is assumed to take, at most.
+CONTEXT_SHARE = 8.0
 # Runs of a program of which the last is a measurement: the first is slower.
 MEASURED_RUNS = 2
 # Dispatches to measure a cost, at most: beside prefill nothing can be measured. Then predicted costs decide.
@@ -78,7 +85,7 @@ class DraftLengthPolicy:
 
     Attributes:
         speculations: As given.
-        seconds: Moving average of the seconds of a round, by (batch size, `Speculation`).
+        seconds: Moving average of the seconds of a round, without what contexts take, by (batch size, `Speculation`).
         drafters: What is known of each drafter.
     """
 
@@ -103,6 +110,10 @@ class DraftLengthPolicy:
         self._runs: Counter[tuple[int, Speculation]] = Counter()
         self._errors = {key: record.error(key) for key in self.seconds}
         self._measured: dict[tuple[int, Speculation], float] = {}
+        # Tokens of all contexts at the last measurement; and seconds that each token takes, by batch size and whether
+        # rounds draft.
+        self._contexts: dict[tuple[int, Speculation], int] = {}
+        self._token_s: dict[tuple[int, bool], float] = {}
         # Dispatches to measure a cost, by batch size and speculation (None: the first, plain one).
         self._guesses: Counter[tuple[int, Speculation | None]] = Counter()
         self._alone = DraftingAlone()
@@ -114,26 +125,67 @@ class DraftLengthPolicy:
         self._least = {key: value / MEASUREMENT_ERROR for key, value in self.seconds.items()}
 
     def observe_seconds(
-        self, batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1, is_whole: bool = True
+        self,
+        batch_size: int,
+        speculation: Speculation,
+        seconds: float,
+        rounds: int = 1,
+        is_whole: bool = True,
+        tokens: int = 0,
     ) -> None:
-        """Adds a measurement: ``rounds`` rounds took ``seconds`` each; ``is_whole``: and verified all drafts."""
+        """Adds a measurement: ``rounds`` rounds took ``seconds`` each.
+
+        Args:
+            batch_size: Compiled batch size.
+            speculation: What the rounds were compiled for.
+            seconds: Seconds of a round.
+            rounds: Number of rounds.
+            is_whole: Whether they verified all drafts.
+            tokens: Tokens of all contexts together.
+        """
         key, seconds = (batch_size, speculation), max(seconds, 1e-6)
         self._runs[key] += 1
         self._spent += seconds * rounds
         # What was measured long ago counts no more, nor does what is on record.
         is_recent = self._runs[key] > MEASURED_RUNS and self._spent - self._measured[key] <= RETRY_S
         self._measured[key] = self._spent
-        old = self.seconds.get(key, seconds)
+        if is_recent:
+            self._compare(key, seconds, tokens)
+        known = (self.seconds, self._least, self._whole_seconds)
+        old, least, whole = (self._after(key, each[key], tokens) if key in each else seconds for each in known)
+        self._contexts[key], of_contexts = tokens, tokens * self._per_token(key)
         if self._runs[key] < MEASURED_RUNS:
-            self.seconds[key] = min(seconds, old)
+            self.seconds[key] = min(seconds, old) - of_contexts
             return
         if is_whole:
-            old_whole = self._whole_seconds.get(key, seconds)
-            self._whole_seconds[key] = old_whole + WHOLE_WEIGHT * (seconds - old_whole)
+            self._whole_seconds[key] = whole + WHOLE_WEIGHT * (seconds - whole) - of_contexts
         self._errors[key] = 1.0
-        self._least[key] = min(seconds, self._least[key]) if is_recent else seconds
+        self._least[key] = (min(seconds, least) if is_recent else seconds) - of_contexts
         weight = (LONGER_WEIGHT if seconds > old else SHORTER_WEIGHT) if is_recent else 1.0
-        self.seconds[key] = old + weight * (seconds - old)
+        self.seconds[key] = old + weight * (seconds - old) - of_contexts
+
+    def _compare(self, key: tuple[int, Speculation], seconds: float, tokens: int) -> None:
+        """Learns what a token of the contexts takes, from rounds of one kind after contexts of different lengths."""
+        token_s, longer = self._per_token(key), tokens - self._contexts[key]
+        if abs(longer) < COMPARED_TOKENS:
+            return
+        error = seconds - (self.seconds[key] + tokens * token_s)
+        change = max(error / longer * abs(longer) / (abs(longer) + EQUAL_TOKENS), -token_s)
+        before = {each: self._per_token(each) for each in self._contexts}
+        self._token_s[key[0], key[1].block_size > 1] = token_s + change
+        # What was measured stays as it was measured.
+        for known in (self.seconds, self._least, self._whole_seconds):
+            for other in before.keys() & known.keys():
+                known[other] -= (self._per_token(other) - before[other]) * self._contexts[other]
+
+    def _per_token(self, key: tuple[int, Speculation]) -> float:
+        """Seconds that a round takes for each token of its contexts, as far as is known.
+
+        Every round reads the target's contexts once: until plain steps or rounds that draft are known, they are alike.
+        """
+        batch_size, is_drafting = key[0], key[1].block_size > 1
+        known = (self._token_s.get((batch_size, each)) for each in (is_drafting, not is_drafting))
+        return next((seconds for seconds in known if seconds is not None), 0.0)
 
     def observe_rounds(
         self, acceptances: Acceptances, yielded: Sequence[int], block_size: int, drafter: int | None
@@ -191,11 +243,12 @@ class DraftLengthPolicy:
         tokens = self._tokens(speculation, lambda record: fmean(map(record.length_ratio, lengths)))
         now = count * min(tokens, speculation.block_size - 1)
         seconds = scale * (self._saved(places, now) - self._saved(places, now + count)) / count
-        return rates, seconds * count * tokens / self.estimate(batch_size, speculation)
+        return rates, seconds * count * tokens / self.estimate(batch_size, speculation, sum(lengths))
 
     def keep(self) -> None:
         """Keeps the measured costs for later processes."""
-        self._record.save({key: self.seconds[key] for key, error in tuple(self._errors.items()) if error == 1})
+        measured = [key for key, error in tuple(self._errors.items()) if error == 1]
+        self._record.save({key: self._after(key, self.seconds[key], 0) for key in measured})
 
     def is_measured(self, batch_size: int, speculation: Speculation) -> bool:
         """Whether the cost of a round is measured, in this process or on record."""
@@ -205,31 +258,50 @@ class DraftLengthPolicy:
         """How many times too high the cost of a round may be; 1 where this process has measured it."""
         return self._errors.get((batch_size, speculation), PREDICTION_ERROR)
 
-    def least_cost(self, batch_size: int, speculation: Speculation) -> float | None:
-        """The shortest of the recent measurements of a round, in seconds; None where there is none."""
-        return self._least.get((batch_size, speculation))
+    def _after(self, key: tuple[int, Speculation], seconds: float, tokens: int) -> float:
+        """Seconds of a round after contexts of ``tokens`` tokens; ``seconds``: those without contexts."""
+        token_s = self._per_token(key)
+        # Contexts are never most of what was measured, as far as is known.
+        least = (seconds + token_s * self._contexts.get(key, 0)) / CONTEXT_SHARE
+        return max(seconds + token_s * tokens, least)
 
-    def cost(self, batch_size: int, speculation: Speculation) -> float | None:
+    def measurements(self) -> dict[tuple[int, Speculation], float]:
+        """Seconds of a round, by (batch size, `Speculation`), after contexts as at the last measurement of each."""
+        return {key: self._after(key, s, self._contexts.get(key, 0)) for key, s in tuple(self.seconds.items())}
+
+    def least_cost(self, batch_size: int, speculation: Speculation, tokens: int = 0) -> float | None:
+        """The shortest of the recent measurements of a round, in seconds; None where there is none."""
+        key = batch_size, speculation
+        return self._after(key, self._least[key], tokens) if key in self._least else None
+
+    def cost(self, batch_size: int, speculation: Speculation, tokens: int = 0) -> float | None:
         """Seconds of a round: measured, or predicted from a measured one.
 
         That is the round with all contexts in place of one, or else the one of the nearest predicted cost.
+
+        Args:
+            batch_size: Compiled batch size.
+            speculation: What the rounds are compiled for.
+            tokens: Tokens of all contexts together.
 
         Returns:
             None where no round was measured.
         """
         key = batch_size, speculation
-        if key in self.seconds or not self.seconds:
-            return self.seconds.get(key)
+        if key in self.seconds:
+            return self._after(key, self.seconds[key], tokens)
+        if not self.seconds:
+            return None
         # Other threads read costs, too.
         ratios = {known: self._predict(*key) / self._predict(*known) for known in tuple(self.seconds)}
         nearest = batch_size, speculation.with_all
         if nearest not in ratios:
             nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
-        return ratios[nearest] * self.seconds[nearest]
+        return self._after(key, ratios[nearest] * self._after(nearest, self.seconds[nearest], 0), tokens)
 
-    def estimate(self, batch_size: int, speculation: Speculation) -> float:
+    def estimate(self, batch_size: int, speculation: Speculation, tokens: int = 0) -> float:
         """The `cost`; while nothing is measured, the predicted one, in another unit."""
-        return self.cost(batch_size, speculation) or self._predict(batch_size, speculation)
+        return self.cost(batch_size, speculation, tokens) or self._predict(batch_size, speculation)
 
     def _tokens(self, speculation: Speculation, ratio: Callable[[DrafterRecord], float] = lambda record: 1.0) -> float:
         """Expected tokens per round of a sequence; ``ratio``: its odds ratio, from what is known of the drafter."""
@@ -399,7 +471,8 @@ class _Rounds:
         is_compiled: Callable[[int, Speculation], bool],
     ):
         self._policy, self._batch_size, self._count = policy, batch_size, len(acceptances)
-        self.costs = {each: policy.estimate(batch_size, each) for each in allowed}
+        self._tokens_read = sum(each.length for each in acceptances)
+        self.costs = {each: policy.estimate(batch_size, each, self._tokens_read) for each in allowed}
         # Contexts only add time.
         if NO_DRAFTER in self.costs and policy.error(batch_size, NO_DRAFTER) > 1:
             self.costs[NO_DRAFTER] = min(cost for each, cost in self.costs.items() if each.block_size == 1)
@@ -445,6 +518,7 @@ class _Rounds:
         if speculation.block_size == 1:
             result = MEASUREMENT_ERROR * self.speed(speculation)
         else:
-            cost = self._policy.least_cost(self._batch_size, speculation) or self.costs[speculation]
+            least = self._policy.least_cost(self._batch_size, speculation, self._tokens_read)
+            cost = least or self.costs[speculation]
             result = self._tokens(speculation, OPTIMISTIC_RATE) / cost
         return result if self.is_measured(speculation) else PREDICTION_ERROR * result

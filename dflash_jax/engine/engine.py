@@ -399,7 +399,8 @@ class Engine:
         has_masks = any(r.mask for r in ticket.batch)
         if rounds and not ticket.prefills and not has_masks:
             seconds = done - max(ticket.started, self._last_done)
-            self.policy.observe_seconds(*key, seconds / rounds, rounds, not any(dispatch.prices))
+            is_whole, tokens = not any(dispatch.prices), sum(len(r.prompt) + len(r.tokens) for r in ticket.batch)
+            self.policy.observe_seconds(*key, seconds / rounds, rounds, is_whole, tokens)
         if outcome.outcomes is not None and dispatch.speculation.drafter is not None:
             counted = sum(map(len, outcome.yielded))
             self.policy.observe_outcomes(dispatch.speculation.drafter, outcome.outcomes, counted)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from dflash_jax.engine.acceptance import Acceptances
 from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, Speculation
@@ -82,7 +83,7 @@ class DecodeScheduler:
             ready = [r for r in candidates if (r.mask is None) == (candidates[0].mask is None)]
             count = self._runner.largest_shard([r.slot for r in ready])
         limit = self._config.max_decode_batch or len(ready)
-        room = self._room(any(r.mask for r in ready), count)
+        room = self._room(any(r.mask for r in ready), count, fmean(len(r.prompt) + len(r.tokens) for r in ready))
         used, batch = Counter(), []
         for request in ready:
             shard = self._runner.shard(request.slot)
@@ -94,15 +95,20 @@ class DecodeScheduler:
             self.requests = waiting + batch + [r for r in late if r.finish_reason is None]
         return batch
 
-    def _room(self, masked: bool, count: int) -> int:
-        """How many of ``count`` sequences of a data shard decode together: all, or fewer where that is faster."""
+    def _room(self, masked: bool, count: int, length: float) -> int:
+        """How many of ``count`` sequences of a data shard decode together: all, or fewer where that is faster.
+
+        They have ``length`` tokens each.
+        """
         sizes = self._sizes(masked)
         every = self._runner.masked_batch_sizes() if masked else self._runner.batch_sizes()
         if (nearest := next(n for n in every if n >= count)) in sizes:
             return nearest
 
         def speed(n: int) -> float:
-            return min(n, count) / self._policy.estimate(n, sizes[n][0])
+            sequences = min(n, count)
+            tokens = round(sequences * length * self._runner.shards)
+            return sequences / self._policy.estimate(n, sizes[n][0], tokens)
 
         return max(sizes, key=speed)
 
@@ -112,7 +118,8 @@ class DecodeScheduler:
         sizes, count = self._sizes(any(r.mask for r in batch)), self._runner.largest_shard(slots)
         batch_size = next(n for n in sizes if n >= count)
         speculation = self._speculation(batch, batch_size, sizes[batch_size])
-        cost = self._policy.cost(batch_size, speculation)
+        lengths = [self._acceptance(r).length for r in batch]
+        cost = self._policy.cost(batch_size, speculation, sum(lengths))
         # Dispatches stay short until every sequence has its first token.
         seconds = DISPATCH_S if all(r.tokens for r in batch) else DISPATCH_S / 4
         rounds = UNKNOWN_ROUNDS[speculation.block_size > 1] if cost is None else rounds_within(seconds, cost)
@@ -123,7 +130,6 @@ class DecodeScheduler:
         dispatch = Dispatch(slots, block_sizes, rounds, speculation, batch_size)
         if not self._runner.settings.has_widths or largest == 1 or any(r.mask for r in batch):
             return dispatch
-        lengths = [self._acceptance(r).length for r in batch]
         rates, price = self._policy.widths(count, batch_size, speculation, lengths)
         prices = tuple(price if r.block_size == "auto" else 0.0 for r in batch)
         return replace(dispatch, rates=rates, prices=prices)

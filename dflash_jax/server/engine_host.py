@@ -265,7 +265,8 @@ class EngineHost:
         engine = self.engine.engine
         sequences_per_shard = max(1, -(-engine.running // engine.runner.shards))
         batch_size = next((n for n in engine.runner.batch_sizes() if n >= sequences_per_shard), sequences_per_shard)
-        measured = [engine.policy.seconds.get((batch_size, spec)) for spec in (Speculation(1), NO_DRAFTER)]
+        measurements = engine.policy.measurements()
+        measured = [measurements.get((batch_size, spec)) for spec in (Speculation(1), NO_DRAFTER)]
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
     def abort(self, owner: bytes, name: str | None) -> None:
@@ -313,7 +314,7 @@ class EngineHost:
             "prompt_tokens": s.prompt_tokens,
             "cached_tokens": s.cached_tokens,
             "dispatches": {f"{rows}x{spec}": count for (rows, spec), count in dict(s.dispatches).items()},
-            "round_seconds": {f"{rows}x{spec}": v for (rows, spec), v in dict(engine.policy.seconds).items()},
+            "round_seconds": {f"{rows}x{spec}": v for (rows, spec), v in engine.policy.measurements().items()},
             "warm_up": {name: getattr(self.warm_up, name) for name in ("compiled", "failed", "total")},
         }
 

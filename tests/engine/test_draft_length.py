@@ -3,11 +3,13 @@
 import random
 from itertools import accumulate
 from operator import mul, sub
-from statistics import median
+from statistics import fmean, median
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_jax.decoding.widths import BINS, GREATEST_LOGIT, LEAST_LOGIT, LENGTH_BOUNDS, LENGTHS, choose_widths
 from dflash_jax.engine.acceptance import Acceptance, Acceptances, Calibration, DrafterRecord, odds_ratio
@@ -607,8 +609,16 @@ def test_old_outcomes_count_less():
     assert calibration.rates(1)[0, 0, 8] < 0.05
 
 
-# Rounds of Qwen3.6-35B-A3B on an H200.
-LONG_COSTS = {NO_DRAFTER: 0.00285, PLAIN: 0.0029, EIGHT: 0.0074, SIXTEEN: 0.0107}
+# Rounds of Qwen3.6-35B-A3B on an H200, and what each token of the context adds, plain and drafted.
+LONG_COSTS, TOKEN_S = {NO_DRAFTER: 0.0028, PLAIN: 0.00285, EIGHT: 0.0082, SIXTEEN: 0.0107}, (27.5e-9, 32e-9)
+
+
+def round_s(spec: Speculation, tokens: int) -> float:
+    return LONG_COSTS[spec] + TOKEN_S[spec.block_size > 1] * tokens
+
+
+def best_speed(rate: float, tokens: int) -> float:
+    return max(expected_tokens(rate, s.block_size) / round_s(s, tokens) for s in LONG_COSTS)
 
 
 def answered(policy, rng, prompt: int, new: int, rate) -> tuple[float, list[tuple[int, Speculation]]]:
@@ -617,15 +627,70 @@ def answered(policy, rng, prompt: int, new: int, rate) -> tuple[float, list[tupl
     while tokens < prompt + new:
         sequence.length = tokens
         spec = policy.choose(1, [sequence])
-        count = max(2, int(0.02 / LONG_COSTS[spec]))
+        seconds = round_s(spec, tokens) * rng.uniform(0.98, 1.05)
+        count = max(2, int(0.02 / seconds))
         for _ in range(count):
             rounds.append((tokens, spec))
             n = yielded(rng, rate(tokens), spec.block_size)
             policy.observe_rounds(sequence, [n], spec.block_size, spec.drafter)
             tokens += n
-        policy.observe_seconds(1, spec, LONG_COSTS[spec] * rng.uniform(0.95, 1.05), count)
-        now += count * LONG_COSTS[spec]
+        policy.observe_seconds(1, spec, seconds, count, tokens=tokens)
+        now += count * seconds
     return (tokens - prompt) / now, rounds
+
+
+@pytest.mark.parametrize("rates", [(0.8, 0.8), (0.8, 0.6), (0.8, 0.3), (0.65, 0.65), (0.55, 0.6), (0.3, 0.3)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_short_and_long_contexts_in_turn_are_as_fast_as_their_best_rounds(rates, seed):
+    """After 131,072 tokens a round of 8 is 1.9 plain steps, and 2.9 after none."""
+    policy, rng, speeds = DraftLengthPolicy(tuple(LONG_COSTS)), random.Random(seed), {500: [], 131072: []}
+    for turn in range(16):
+        for (prompt, of_best), rate in zip(speeds.items(), rates, strict=True):
+            speed, _ = answered(policy, rng, prompt, 600, lambda tokens, rate=rate: rate)
+            if turn >= 4:
+                of_best.append(speed / best_speed(rate, prompt))
+    assert all(fmean(of_best) > 0.9 for of_best in speeds.values()), {p: fmean(each) for p, each in speeds.items()}
+
+
+def test_what_a_token_of_the_context_takes_follows_from_one_kind_of_rounds():
+    policy = DraftLengthPolicy(tuple(LONG_COSTS))
+    for spec in LONG_COSTS:
+        for _ in range(3):
+            policy.observe_seconds(1, spec, LONG_COSTS[spec])
+    for tokens in (100_000, 0, 100_000, 0, 100_000):
+        policy.observe_seconds(1, PLAIN, LONG_COSTS[PLAIN] + 30e-9 * tokens, tokens=tokens)
+    for spec in LONG_COSTS:
+        assert policy.cost(1, spec) == pytest.approx(LONG_COSTS[spec], rel=0.06)
+        assert policy.cost(1, spec, 100_000) == pytest.approx(LONG_COSTS[spec] + 3e-3, rel=0.06)
+        assert policy.least_cost(1, spec, 100_000) == pytest.approx(LONG_COSTS[spec] + 3e-3, rel=0.06)
+    assert policy.measurements()[1, PLAIN] == pytest.approx(LONG_COSTS[PLAIN] + 3e-3, rel=0.01)
+    assert policy.measurements()[1, EIGHT] == pytest.approx(LONG_COSTS[EIGHT], rel=0.06)
+    # Another batch size has costs of its own.
+    policy.observe_seconds(2, PLAIN, 0.004, tokens=100_000)
+    assert policy.cost(2, PLAIN, 0) == 0.004
+
+
+def test_costs_on_record_are_those_without_contexts():
+    saved, kept = {}, CostRecord(None)
+    kept.save = saved.update
+    policy = DraftLengthPolicy(tuple(LONG_COSTS), record=kept)
+    for tokens in (0, 0, 0, 100_000, 0, 100_000, 100_000):
+        policy.observe_seconds(1, PLAIN, LONG_COSTS[PLAIN] + 30e-9 * tokens, tokens=tokens)
+    policy.keep()
+    assert saved == {(1, PLAIN): pytest.approx(LONG_COSTS[PLAIN], rel=0.1)}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(list(LONG_COSTS)), st.floats(1e-7, 10.0), st.integers(0, 2**20)), max_size=30)
+)
+def test_costs_are_positive_whatever_is_measured(measured):
+    policy = DraftLengthPolicy(tuple(LONG_COSTS))
+    for spec, seconds, tokens in measured:
+        policy.observe_seconds(1, spec, seconds, tokens=tokens)
+        for tokens in (0, 10**4, 10**7):
+            costs = [policy.estimate(1, each, tokens) for each in LONG_COSTS]
+            assert all(cost > 0 and np.isfinite(cost) for cost in costs)
+        policy.choose(1, [Acceptances()])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -640,7 +705,7 @@ def test_acceptance_that_falls_with_the_context_is_followed_within_few_rounds(bo
         return sum(spec.block_size > 1 for _, spec in rounds)
 
     policy, rng = DraftLengthPolicy(tuple(LONG_COSTS)), random.Random(seed)
-    short = max(expected_tokens(0.85, s.block_size) / LONG_COSTS[s] for s in LONG_COSTS)
+    short = best_speed(0.85, 700)
     for _ in range(2):
         answered(policy, rng, 200, 1000, rate)
     _, rounds = answered(policy, rng, bound - 1000, 3000, rate)
@@ -650,7 +715,7 @@ def test_acceptance_that_falls_with_the_context_is_followed_within_few_rounds(bo
     assert drafted(after[:40]) <= 14
     for _ in range(3):
         speed, rounds = answered(policy, rng, 3 * bound, 1000, rate)
-        assert speed > 0.93 / LONG_COSTS[NO_DRAFTER]
+        assert speed > 0.93 * best_speed(0.15, 3 * bound)
         # Trials are dispatches of two rounds.
         assert drafted(rounds[:40]) <= 4
         speed, rounds = answered(policy, rng, 200, 1000, rate)
@@ -665,16 +730,15 @@ def test_long_contexts_alone_for_a_while_do_not_make_short_ones_look_hard():
             record.observe([yielded(rng, rate, 8)], 8, length)
             assert record.odds
     short, long = record.odds[0], record.odds[0] * record.length_ratio(20000)
-    assert 3 < short < 12
+    assert 2 < short < 12
     assert 0.1 < long < 0.35
 
 
 def test_where_contexts_of_all_lengths_draft_alike_lengths_change_nothing():
     policy, rng = DraftLengthPolicy(tuple(LONG_COSTS)), random.Random(0)
-    best = max(expected_tokens(0.8, s.block_size) / LONG_COSTS[s] for s in LONG_COSTS)
     for prompt in (100, 5000, 20000, 60000, 200000, 100) * 2:
         speed, _ = answered(policy, rng, prompt, 2000, lambda tokens: 0.8)
-        assert speed > 0.88 * best
+        assert speed > 0.88 * best_speed(0.8, prompt)
     ratios = [policy.drafters[0].length_ratio(bound) for bound in LENGTH_BOUNDS]
     assert all(0.5 < ratio < 2 for ratio in ratios)
 
