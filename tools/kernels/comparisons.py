@@ -83,6 +83,7 @@ class Comparison:
         permuted: (``args``, an order of the rows) → arguments in this order; None: rows have no order.
         in_place: The result is a state, which does not depend on the order of rows.
         to_the_bit: The result is copied, not computed.
+        joined: The kernel's launches are one call where they follow one another, as with ``--kernels all``.
     """
 
     dtype: jnp.dtype
@@ -93,6 +94,7 @@ class Comparison:
     plain: tuple | None = None
     in_place: bool = False
     to_the_bit: bool = False
+    joined: bool = False
 
 
 XLA = Backend.xla("cuda")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -420,7 +421,28 @@ def test_a_wrong_kernel_is_found(interpreted):
     assert "another order" in changed(lambda y: y.at[0].mul(1 + 1e-6))["why"]
 
 
-def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
+def test_joined_launches_that_differ_are_found(interpreted):
+    """From single ones, or that are none."""
+    from dflash_jax.ops.kernels.triton import launch
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import BF16, SMALL, products
+
+    single = products(kernel_cases.Source(0), SMALL, 7, 1, BF16, "residual")
+    comparison = replace(single, joined=True)
+    assert kernel_cases.check(comparison, False)["status"] == "exact"
+
+    def kernel(*args):
+        (y,) = comparison.kernel(*args)
+        # A launcher of single launches is a function.
+        is_joined = isinstance(launch._launcher.get(), partial)
+        return (y.at[0, 0, 0].multiply(1 + 2**-7) if is_joined else y,)
+
+    assert "single launches" in kernel_cases.check(replace(comparison, kernel=kernel), False)["why"]
+    without = replace(comparison, kernel=comparison.definition)
+    assert "no call" in kernel_cases.check(without, False)["why"]
+
+
+def test_a_recorded_launch_is_run_over_zeros(interpreted):
     """As `card_build` records it: kinds of arguments and results, their shapes, and what is written in place."""
     from dflash_jax.ops.kernels.triton import launch
     from tools.card import build as card_build
@@ -432,9 +454,9 @@ def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
         "meta": {"T": 5, "KH": 2, "D": 16, "ROWS": 3, "PAGES": 1, "LAST_PAGE": 2, "PAGE": 64}, "args": shapes,
         "out": [], "grid": [10], "in_place": [0, 1],
     }  # fmt: skip
-    launcher = launch._launcher
-    monkeypatch.setattr(launch, "_launcher", lambda one: calls.append(one) or launcher(one))
-    assert card_build.launched(described) == {"status": "exact"}
+    launcher = launch._launcher.get()
+    with launch.launching(lambda one: calls.append(one) or launcher(one)):
+        assert card_build.launched(described) == {"status": "exact"}
     assert [list(x.shape) for x in calls[0].args] == shapes
     assert calls[0].kernel.fn.__name__ == "_write"
     assert (calls[0].in_place, calls[0].grid, calls[0].num_warps) == ((0, 1), (10,), 1)
@@ -466,6 +488,24 @@ def test_names_of_cases_are_unique():
     for sizes in (REAL, SMALL):
         names = [name for name, _ in kernel_cases.comparisons(sizes)]
         assert len(set(names)) == len(names)
+
+
+def test_what_a_card_has_compared_comes_last():
+    """In the same order otherwise; a kernel that was replaced since is compared again."""
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import REAL
+
+    names, before = ([n for n, _ in f(REAL)] for f in (kernel_cases.remaining_first, kernel_cases.comparisons))
+    recorded = json.loads(kernel_cases.RECORD.read_text())["stages"]["kernels"]["cases"]
+    assert set(recorded) <= set(names)
+    replaced = {f"products bfloat16, B {rows}, T 1, router" for rows in (7, 16)}
+    exact = set(recorded) - replaced
+    assert len(exact) == 66
+    assert set(names[-66:]) == exact
+    for some in (names[:-66], names[-66:]):
+        assert some == [name for name in before if name in some]
+    # No card has run joined launches.
+    assert names[0].endswith(", in one call")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
