@@ -115,7 +115,7 @@ def full_size():
 def test_the_floor_with_arithmetic(full_size):
     """As benchmarks/NOTES.md has it for a round of 16 at batch 32; at batch 1 bytes take longer everywhere."""
     found = full_size["bfloat16"].floors(Point(32, 16, 2048), 256.0, 32.59)
-    # Millions of parameters: attention, Gated DeltaNet, shared experts, the drafter's layers, the head; then 480 drafts.
+    # Millions of parameters: attention, Gated DeltaNet, shared experts, drafter's layers, head; then the 480 drafts'.
     excess = sum(1e6 * n * (2 * 512 / 989e12 - 2 / 4.48e12) for n in (272.6, 1006.6, 125.8, 352.3, 508.6))
     excess += 508.6e6 * (2 * 480 / 989e12 - 2 / 4.48e12)
     # Routers, gates and the drafter's projection of taps are small.
