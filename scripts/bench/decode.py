@@ -50,8 +50,8 @@ device; the head is part of verify. GB: what a round cannot but move, with the e
 its time at the measured bandwidth (the faster of reading, and of reading and writing; measured once for all points).
 Of the data sheet: the same at the bandwidth that the maker states. With arithmetic: each product takes the longer of
 its bytes and of two operations for a weight and token at the rate that the maker states for 16 bits. Peak: what the
-largest of a point's programs holds. Kernels are counted in compile.md. Prefill: one chunk of one prompt, the largest
-that the context has room for.
+largest of a point's programs holds. Kernels are counted in compile.md. Prefill: the last chunk of one prompt, the
+largest that the context has room for, after the tokens before it.
 """
 COLUMNS = {
     "round": "round_ms", "draft": "draft_ms", "verify": "verify_ms", "of it head": "head_ms", "draw": "draw_ms",

@@ -74,8 +74,8 @@ ON_CARD = (
 # (part, point) of traces.
 TRACES = (("round", ON_CARD[0]), ("round", ON_CARD[5]), ("prefill", ON_CARD[7]))
 # Shapes of the bundled pair, which show that the ruler runs.
-ON_CPU = (bfloat16(1, 8, 64), fp8(2, 1, 64), mtp(1, 4, 64))
-TRACES_ON_CPU = (("round", ON_CPU[0]), ("prefill", ON_CPU[1]))
+ON_CPU = (bfloat16(1, 4, 64), Place("MTP head, FP8", (*fp8(2, 3, 64).options, *mtp(2, 3, 64).options), 2, 3, 64))
+TRACES_ON_CPU = (("round", ON_CPU[0]), ("prefill", ON_CPU[0]))
 CONFIG = ("--config", "qwen3.6-35b-a3b")
 TINY = ROOT / "dflash_jax/assets/tiny"
 TINY_SYSTEM = f'[shapes]\ntarget = "{TINY}/target/config.json"\ndraft = "{TINY}/draft/config.json"\n'
