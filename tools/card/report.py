@@ -15,10 +15,12 @@ NOTES = {
     "launches, every form once. Without a card each is built for compute capability 9.0 and not launched.",
     "kernels": "Each kernel runs twice and with its rows in another order, which must give equal bits, and beside its "
     "definition in JAX in float64. Its distance from that is allowed to be three times that of the definition in the "
-    "kernel's own dtype, and a few roundings. Rows past the end take part; what must not be read is NaN.",
+    "kernel's own dtype, and a few roundings. Rows past the end take part; what must not be read is NaN. Launches in "
+    "one call (`--kernels all`) must also give the bits of single ones.",
     "tokens": "Random models with heads of the sizes of Qwen3.6-35B-A3B's, and a drafter that knows half of the text. "
     "Tokens are compared with those of plain decoding: in float32 without kernels, where a tie (a margin below 1e-4) "
-    "counts as equal in one of eight requests; in bfloat16 with `--reproducible`, where no tie is allowed.",
+    "counts as equal in one of eight requests; in bfloat16 with `--reproducible` and the same kernels, where no tie is "
+    "allowed. Kernels all: those that no card has run, too, launched in joined calls.",
     "ruler on cpu": "`scripts/bench/decode.py` on the shapes of the bundled pair: it shows that the ruler runs.",
     "ruler": "`scripts/bench/decode.py`, with random weights; tokens are sent to as many experts of a layer as evenly "
     "used routers choose.",

@@ -42,6 +42,8 @@ from tools.kernels.comparisons import (
 
 # What was compared on a card, in the form of the check's own report.
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks/card-h200.json"
+# How the names of comparisons of joined launches end.
+JOINED = ", in one call"
 
 
 def check(comparison: Comparison, on_card: bool) -> dict:
@@ -157,7 +159,7 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         def make(source):
             return replace(function(source, sizes, rows, tokens, dtype, **options), joined=joined)
 
-        return name + ", in one call" * joined, make
+        return name + JOINED * joined, make
 
     # A block and a token of one sequence, as decoding launches them.
     for tokens in (16, 1):

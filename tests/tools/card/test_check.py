@@ -530,12 +530,18 @@ def test_tokens_may_part_at_a_few_ties():
 
 def test_names_of_cases_are_unique():
     """And each case has a function that takes its options, which is called on a card only."""
+    from tools.card import tokens as card_tokens
     from tools.kernels import cases as kernel_cases
     from tools.kernels.comparisons import REAL, SMALL
 
     for sizes in (REAL, SMALL):
         names = [name for name, _ in kernel_cases.comparisons(sizes)]
         assert len(set(names)) == len(names)
+    for on_card in (True, False):
+        for cases in (card_tokens.cases(on_card), card_ruler.cases(on_card, "")):
+            names = [name for name, _ in cases]
+            assert len(set(names)) == len(names)
+            assert any("kernels all" in name for name in names)
 
 
 def test_what_a_card_has_compared_comes_last():
@@ -560,6 +566,7 @@ def test_what_a_card_has_compared_comes_last():
 def test_a_short_real_run(interpreted, tmp_path):
     """All but a few cases count as done: the others run interpreted, in processes, and are exact."""
     kept = {"writing bfloat16, B 1, T 16", "products bfloat16, B 1, T 1, router"}
+    kept.add("products bfloat16, B 1, T 1, residual, in one call")
     names = [name for name, _ in card_stages.kernels(SimpleNamespace(platform="cpu"))]
     done = {name: {"status": "exact"} for name in names if name not in kept}
     record = card_check.fresh("cpu", "")

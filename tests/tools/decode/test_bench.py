@@ -380,15 +380,22 @@ def test_a_record_has_one_bandwidth(measured, tmp_path, capsys):
         assert "it must be GB/s, more than 0" in run("c", f"--bandwidth={wrong}")
 
 
-def test_a_trace_of_a_prefill_is_not_of_a_round(bench, tmp_path):
-    """Both run at least the products of all layers."""
-    names = {}
+def test_a_trace_is_of_its_part_alone(bench, tmp_path, monkeypatch):
+    calls, ran = bench.calls, []
+
+    def watched(*args):
+        def watch(name, call):
+            return lambda state: ran.append(name) or call(state)
+
+        return {name: watch(name, call) for name, call in calls(*args).items()}
+
+    monkeypatch.setattr(bench, "calls", watched)
     for part in script.PARTS:
         dearest = script.profile(bench, Point(2, 4, 64), part, tmp_path / f"{part}.json.gz")
-        names[part] = {name for name, _, _ in dearest}
         assert dearest[0][1] > 0
         assert (tmp_path / f"{part}.json.gz").exists()
-    assert names["round"] != names["prefill"]
+    assert [*dict.fromkeys(ran)] == list(script.PARTS)
+    assert len(ran) == 2 * len(script.PARTS)
 
 
 @pytest.mark.usefixtures("counting")
