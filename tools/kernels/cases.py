@@ -140,7 +140,7 @@ def same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
 
 
-def remaining_first(sizes: Sizes) -> list[tuple[str, Callable[[], Comparison]]]:
+def remaining_first(sizes: Sizes) -> list[tuple[str, Callable[[Source], Comparison]]]:
     """As `comparisons`, with those last that `RECORD` has as exact, unless the kernel was replaced since."""
     cases = json.loads(RECORD.read_text())["stages"]["kernels"]["cases"]
     exact = {name for name, case in cases.items() if case["status"] == "exact" and "replaced" not in case}
@@ -150,16 +150,16 @@ def remaining_first(sizes: Sizes) -> list[tuple[str, Callable[[], Comparison]]]:
 def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparison]]]:
     """(name, function that makes the comparison), the likeliest to fail and the most used first."""
 
-    def named(function, rows, tokens, dtype, joined=False, **options):
+    def named(function, rows, tokens, dtype, **options):
         text = ", ".join(k if v is True else f"{v} {k}" if isinstance(v, int) else v for k, v in options.items() if v)
         name = f"{function.__name__} {jnp.dtype(dtype).name}, B {rows}, T {tokens}{', ' * bool(text)}{text}"
         # An option that the function lacks is an error here, not where the case runs.
         inspect.signature(function).bind(None, sizes, rows, tokens, dtype, **options)
+        return name, lambda source: function(source, sizes, rows, tokens, dtype, **options)
 
-        def make(source):
-            return replace(function(source, sizes, rows, tokens, dtype, **options), joined=joined)
-
-        return name + JOINED * joined, make
+    def in_one_call(*args, **options):
+        name, make = named(*args, **options)
+        return name + JOINED, lambda source: replace(make(source), joined=True)
 
     # A block and a token of one sequence, as decoding launches them.
     for tokens in (16, 1):
@@ -174,9 +174,9 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
             (writing, {}),
             (convolutions, {}),
         ):
-            yield named(function, 1, tokens, BF16, joined=True, **options)
+            yield in_one_call(function, 1, tokens, BF16, **options)
         for weights in ("inputs of attention", "router", "gated", "residual", "head"):
-            yield named(products, tokens, 1, BF16, joined=True, weights=weights)
+            yield in_one_call(products, tokens, 1, BF16, weights=weights)
     for rows, tokens in sizes.all(BF16):
         yield named(attention, rows, tokens, BF16, heads="target", mask="causal")
     for rows, tokens in sizes.all(BF16):

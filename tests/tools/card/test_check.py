@@ -272,11 +272,12 @@ def decoding(monkeypatch):
         asked = script.make_parser().parse_args(command[2:])
         point = script.Point.parse(*asked.points)
         path = asked.out.with_name(asked.out.name + ".json")
-        row = {"round_ms": float(next(ruler.rounds)), "of_floor": 0.5} | ruler.row
-        record = (
-            json.loads(path.read_text()) if path.exists() else {"about": {}, "points": {f"{point}, 9 experts": row}}
-        )
-        record["about"] = {"bandwidth_gb_per_s": asked.bandwidth or 7.0}
+        if path.exists():
+            record = json.loads(path.read_text())
+        else:
+            row = {"round_ms": float(next(ruler.rounds)), "of_floor": 0.5} | ruler.row
+            about = {"bandwidth_gb_per_s": asked.bandwidth or 7.0}
+            record = {"about": about, "points": {f"{point}, 9 experts": row}}
         path.write_text(json.dumps(record))
         if asked.profile:
             asked.out.with_name(asked.out.name + "-trace.json.gz").write_text("")
