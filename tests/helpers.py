@@ -1,7 +1,10 @@
 """Tiny random models of odd sizes, the forward passes that several test files share compiled, and scripts."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -171,6 +174,19 @@ def in_one_program(function: Callable) -> Callable:
 def map_numbers(function: Callable[[jax.Array], jax.Array], tree):
     """``tree`` with ``function`` of each array of numbers; arrays of indices, such as tables, stay."""
     return jax.tree.map(lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def flags_of_devices(count: int) -> str:
+    """XLA_FLAGS of a process with this many CPU devices, whose number is fixed when JAX starts."""
+    return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
+
+
+def run_on_eight_devices(path: Path, chosen: str) -> None:
+    """Runs the tests of a file that are marked ``chosen`` ("long", or "not long") on eight CPU devices."""
+    command = [sys.executable, "-m", "pytest", "-x", "-m", chosen, str(path), f"--rootdir={Path(__file__).parents[1]}"]
+    environment = {**os.environ, "XLA_FLAGS": flags_of_devices(8)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def without_kernels_line(stderr: str) -> str:

@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from dflash_jax.ops.card import SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton.call import Launch, compile_kernel
@@ -138,6 +139,15 @@ def launches(
     return list(found.values())
 
 
+def compile_launch(launch: dict, capability: int) -> Any:
+    """Compiles a `described` launch for a card; returns Triton's compiled kernel."""
+    module, _, name = launch["kernel"].partition(".")
+    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
+    # JSON has no tuples.
+    meta = {name: tuple(value) if isinstance(value, list) else value for name, value in launch["meta"].items()}
+    return compile_kernel(kernel, launch["kinds"], meta, launch["num_warps"], launch["num_stages"], capability)
+
+
 def compiled(launch: dict, capability: int) -> dict:
     """Compiles a launch for a card and measures what it takes of it.
 
@@ -147,14 +157,8 @@ def compiled(launch: dict, capability: int) -> dict:
     """
     from triton.backends.nvidia import compiler as nvidia
 
-    module, _, name = launch["kernel"].partition(".")
-    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
-    # JSON has no tuples.
-    meta = {name: tuple(value) if isinstance(value, list) else value for name, value in launch["meta"].items()}
     try:
-        compiled = compile_kernel(
-            kernel, launch["kinds"], meta, launch["num_warps"], launch["num_stages"], capability
-        )  # fmt: skip
+        compiled = compile_launch(launch, capability)
     except Exception as e:  # errors have many kinds: a pass of MLIR, the assembler, a limit of the card
         return {"failed": " ".join(str(e).split())[-300:] or type(e).__name__}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import HOPPER
-from dflash_jax.ops.kernels.triton.call import Launch, calling
+from dflash_jax.ops.kernels.triton.call import DEPENDENT, Launch, calling
 from dflash_jax.ops.kernels.triton.launch import launch_by_default, launching
 
 # The backend of models and operations whose kernels are interpreted.
@@ -113,8 +113,11 @@ def interpreting(emulate_tf32: bool = False, joined: bool = False) -> Iterator[C
             for kernel in kernels:
                 ran[kernel.kernel.fn.__name__] += 1
                 tensors = [_to_torch(buffers[i]) for i in kernel.buffers]
+                meta = dict(kernel.meta)
+                # Here a kernel begins after the one before it has ended.
+                meta |= {DEPENDENT: False} if DEPENDENT in meta else {}
                 with _LOCK:
-                    kernel.kernel[kernel.grid](*tensors, **dict(kernel.meta))
+                    kernel.kernel[kernel.grid](*tensors, **meta)
                 for i, tensor in zip(kernel.buffers, tensors, strict=True):
                     if i >= len(arrays) or i in overwritten:
                         buffers[i][...] = _to_numpy(tensor).reshape(buffers[i].shape)
@@ -180,6 +183,7 @@ def small_grids() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (triton_attention, "PROGRAMS", 12),
+            (triton_attention, "LONG_PROGRAMS", 12),
             (triton_experts, "GATE_UP_ONE", (16, 1, 1)),
             (triton_experts, "DOWN_ONE", (32, 1, 1)),
             (triton_linear, "BY_ROW_OUTPUTS", 32),

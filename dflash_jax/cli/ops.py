@@ -181,6 +181,9 @@ def run(args) -> int:
     backend = replace(backend_for(args.device, args.kernels), fp4_activations=args.activations == "fp4")
     dtype = jnp.dtype(args.dtype or ("float32" if backend.platform == "cpu" else "bfloat16"))
     fp8 = has_fp8_caches(args.kv_cache_dtype, dtype.name)
+    if backend.has_triton and not args.json:
+        joined = "those that follow one another in one call, which no card has run (docs/ops.md)"
+        print(f"launches of Triton kernels: {joined if backend.joins_launches else 'each in a call, by jax-triton'}")
     for name, found in choices(shapes, backend, dtype, args.batch, args.prompt, args.quantize, fp8):
         if args.json:
             print(json.dumps({"program": name, "choices": [as_json(choice) for choice in found]}))

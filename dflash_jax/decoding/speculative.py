@@ -34,7 +34,15 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dflash_jax.decoding.sampling import Logprobs, best_candidates, draw, draw_drafts
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
-from dflash_jax.decoding.widths import BINS, USUAL_SCORE, bins_of, choose_widths, count_outcomes
+from dflash_jax.decoding.widths import (
+    BINS,
+    LENGTHS,
+    USUAL_SCORE,
+    bins_of,
+    choose_widths,
+    count_outcomes,
+    lengths_of,
+)
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import (
@@ -396,9 +404,9 @@ def decode_by_widths(
     rounds: int | Int[Array, ""],
     new_tokens: int | Int[Array, ""] | None,
     settings: Settings,
-    rates: Float[Array, "drafts bins"] | None,
+    rates: Float[Array, "lengths drafts bins"] | None,
     prices: Float[Array, " B"] | None,
-) -> tuple[DecodeState, Int[Array, "2 drafts bins"] | None]:
+) -> tuple[DecodeState, Int[Array, "2 lengths drafts bins"] | None]:
     """`decode`, in which drafts that are not worth their verification are not verified.
 
     Args:
@@ -428,25 +436,27 @@ def decode_by_widths(
 
     def body(carry: tuple[Array, DecodeState, Array | None, Array | None]) -> tuple[Any, ...]:
         i, state, kept, outcomes = carry
-        part, bins = state, None
+        part, bins, lengths = state, None, None
         if settings.has_widths:
             assert drafter is not None, "widths without a drafter"
             assert rates is not None, "widths without rates of acceptance"
             assert prices is not None, "widths without prices"
             block, scores = propose_scored(target, drafter, state, settings, mode)
             bins = bins_of(jnp.full((len(block), size - 1), USUAL_SCORE) if scores is None else scores)
-            part = replace(state, block_sizes=choose_widths(bins, rates, prices, state.block_sizes))
+            lengths = lengths_of(state.length)
+            part = replace(state, block_sizes=choose_widths(bins, lengths, rates, prices, state.block_sizes))
         else:
             block = next_block(target, drafter, state, settings, mode)
         logits, features, record = verify(target, part, block, taps)
         after = replace(decide(part, block, logits, None, mode), block_sizes=state.block_sizes)
-        if bins is not None and outcomes is not None:
-            outcomes = outcomes + count_outcomes(bins, part.block_sizes, after.length - state.length, after.done)
+        if bins is not None and lengths is not None and outcomes is not None:
+            gained = after.length - state.length
+            outcomes = outcomes + count_outcomes(bins, lengths, part.block_sizes, gained, after.done)
         kept = deferred.keep(kept, features, state, i)
         features = None if now is None else features_of(now.taps, features, taps)
         return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), kept, outcomes
 
-    none = jnp.zeros((2, size - 1, BINS), jnp.int32) if settings.has_widths else None
+    none = jnp.zeros((2, LENGTHS, size - 1, BINS), jnp.int32) if settings.has_widths else None
     _, state, kept, outcomes = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, deferred.nothing(), none))
     return deferred.extend(state, kept).restart_draft_contexts(before, extended_contexts(drafter)), outcomes
 

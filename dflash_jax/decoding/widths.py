@@ -5,6 +5,9 @@ The product of the rates up to a draft is its chance to be accepted, its *surviv
 the number of tokens that decoding yields in the time that it takes. A draft whose survival is below the price slows
 decoding down: a mixture reads experts for it that no other token chooses. The text is the same whatever is verified.
 
+Drafts are accepted less after contexts that are longer than what the drafter was trained on, whatever it says of them.
+So each of a few lengths of context has rates of its own.
+
 Dimension letters: B sequences, D drafts of a block.
 """
 
@@ -17,6 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Scores are distinguished by their log-odds, in as many intervals between these bounds.
 BINS, LEAST_LOGIT, GREATEST_LOGIT = 16, -4.0, 6.0
+# Tokens from which a context has the next one of the lengths that are told apart, and their number.
+LENGTH_BOUNDS = (2048, 8192, 32768, 131072)
+LENGTHS = len(LENGTH_BOUNDS) + 1
 # The score of drafts of drafters that give none.
 USUAL_SCORE = 0.7
 
@@ -28,43 +34,56 @@ def bins_of(scores: Float[Array, "B D"]) -> Int[Array, "B D"]:
     return jnp.clip(jnp.where(jnp.isnan(place), 0.0, place), 0, BINS - 1).astype(jnp.int32)
 
 
+def lengths_of(tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Which of the lengths contexts of so many tokens have, 0 to ``LENGTHS`` - 1."""
+    return (tokens[:, None] >= jnp.asarray(LENGTH_BOUNDS)).sum(1)
+
+
 def choose_widths(
-    bins: Int[Array, "B D"], rates: Float[Array, "D bins"], prices: Float[Array, " B"], block_sizes: Int[Array, " B"]
+    bins: Int[Array, "B D"],
+    lengths: Int[Array, " B"],
+    rates: Float[Array, "lengths D bins"],
+    prices: Float[Array, " B"],
+    block_sizes: Int[Array, " B"],
 ) -> Int[Array, " B"]:
     """How many tokens of its block each sequence verifies: the last known one and the drafts that are worth it.
 
     Args:
         bins: From `bins_of`.
-        rates: The rate of acceptance of each place and interval, given that the drafts before are accepted.
+        lengths: From `lengths_of`.
+        rates: The rate of acceptance of each length, place and interval, given that the drafts before are accepted.
         prices: The price of a verified token; 0 verifies all drafts.
         block_sizes: Tokens that each sequence may verify.
 
     Returns:
         int [B], 1 to ``block_sizes``.
     """
-    survival = jnp.cumprod(rates[jnp.arange(len(rates))[None], bins], axis=1)
+    survival = jnp.cumprod(rates[lengths[:, None], jnp.arange(rates.shape[1])[None], bins], axis=1)
     return jnp.minimum(1 + (survival >= prices[:, None]).sum(1), block_sizes)
 
 
 def count_outcomes(
     bins: Int[Array, "B D"],
+    lengths: Int[Array, " B"],
     widths: Int[Array, " B"],
     yielded: Int[Array, " B"],
     has_ended: Bool[Array, " B"],
-) -> Int[Array, "2 D bins"]:
+) -> Int[Array, "2 lengths D bins"]:
     """What a round says about the rates: verified drafts whose predecessors were accepted, and the accepted ones.
 
     Args:
         bins: From `bins_of`.
+        lengths: From `lengths_of`.
         widths: From `choose_widths`.
         yielded: Tokens that the round yielded, int [B]; 0 for a sequence that took no part.
         has_ended: Sequences that ended in this round: the draft after their last token counts as not verified.
 
     Returns:
-        int32 [2, D, bins]: the number of those drafts, and of the accepted ones among them.
+        int32 [2, lengths, D, bins]: the number of those drafts, and of the accepted ones among them.
     """
     place, accepted = jnp.arange(bins.shape[1])[None], (yielded - 1)[:, None]
     is_accepted = place < accepted
     is_reached = is_accepted | ((place == accepted) & (place < (widths - 1)[:, None]) & ~has_ended[:, None])
-    one_hot = jax.nn.one_hot(bins, BINS, dtype=jnp.int32)
-    return jnp.stack([(one_hot * each[..., None]).sum(0) for each in (is_reached, is_accepted)])
+    one_hot, by_length = (jax.nn.one_hot(x, n, dtype=jnp.int32) for x, n in ((bins, BINS), (lengths, LENGTHS)))
+    counted = jnp.stack([is_reached, is_accepted]).astype(jnp.int32)
+    return jnp.einsum("xbd,bdn,bl->xldn", counted, one_hot, by_length)

@@ -26,6 +26,7 @@ several drafters, one drafts alone where that is faster and all programs are com
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import log
+from statistics import fmean
 from types import MappingProxyType
 
 import numpy as np
@@ -149,21 +150,25 @@ class DraftLengthPolicy:
         if block_size == 1 or drafter is None or not yielded:
             return
         acceptance, record = acceptances.setdefault(drafter, Acceptance()), self.drafters[drafter]
+        length_ratio = record.length_ratio(acceptances.length)
         for count in yielded:
-            acceptance.observe(record.usual[count - 1], count < block_size)
+            acceptance.observe(record.usual[count - 1] / length_ratio, count < block_size)
             record.follow(odds_ratio(drafter, acceptances))
         if acceptances.alone in (None, drafter):
             # Otherwise its context lacks the prompt.
-            record.observe(yielded, block_size)
+            record.observe(yielded, block_size, acceptances.length)
 
     def observe_outcomes(self, drafter: int, outcomes: np.ndarray, rounds: int) -> None:
-        """Adds the sum of `count_outcomes`, int [2, drafts, bins], of ``rounds`` rounds, each of one sequence."""
+        """Adds the sum of `count_outcomes`, int [2, LENGTHS, drafts, BINS], of ``rounds`` rounds of one sequence."""
         self.drafters[drafter].calibration.observe(outcomes, rounds)
 
-    def widths(self, count: int, batch_size: int, speculation: Speculation) -> tuple[np.ndarray, float]:
+    def widths(
+        self, count: int, batch_size: int, speculation: Speculation, lengths: Sequence[int] = (0,)
+    ) -> tuple[np.ndarray, float]:
         """How the rounds of ``count`` sequences choose their widths, as `choose_widths` takes it: rates, and the price.
 
-        The price is 0, so that all drafts are verified, until the drafter is known, and every `WHOLE_EVERY_S`.
+        The price is 0, so that all drafts are verified, until the drafter is known, and every `WHOLE_EVERY_S`;
+        ``lengths``: tokens of the sequences.
         """
         assert speculation.drafter is not None, "plain decoding has no drafts"
         drafter, record = speculation.drafter, self.drafters[speculation.drafter]
@@ -183,7 +188,7 @@ class DraftLengthPolicy:
         if plain and whole is not None and all_saved > 0:
             scale = min(scale, max(whole - self.seconds[batch_size, known], 0.0) / all_saved)
         # Of a sequence, the drafts that are accepted are verified at least.
-        tokens = self._tokens(speculation)
+        tokens = self._tokens(speculation, lambda record: fmean(map(record.length_ratio, lengths)))
         now = count * min(tokens, speculation.block_size - 1)
         seconds = scale * (self._saved(places, now) - self._saved(places, now + count)) / count
         return rates, seconds * count * tokens / self.estimate(batch_size, speculation)
@@ -389,7 +394,7 @@ class _Rounds:
         self,
         policy: DraftLengthPolicy,
         batch_size: int,
-        acceptances: Sequence[Mapping[int, Acceptance]],
+        acceptances: Sequence[Acceptances],
         allowed: Sequence[Speculation],
         is_compiled: Callable[[int, Speculation], bool],
     ):
@@ -400,7 +405,10 @@ class _Rounds:
             self.costs[NO_DRAFTER] = min(cost for each, cost in self.costs.items() if each.block_size == 1)
         self.compiled = [each for each in allowed if is_compiled(batch_size, each)]
         self.is_complete = {each for each in policy.speculations if each.may_run(batch_size)} <= {*self.compiled}
-        ratios = {drafter: [odds_ratio(drafter, each) for each in acceptances] for drafter in policy.drafters}
+        ratios = {
+            drafter: [odds_ratio(drafter, each) * record.length_ratio(each.length) for each in acceptances]
+            for drafter, record in policy.drafters.items()
+        }
         # By the least acceptance of a draft, and by drafter.
         self._expected = {
             least: {drafter: policy.drafters[drafter].expected_tokens(ratios[drafter], least) for drafter in ratios}

@@ -13,7 +13,7 @@ from jaxlib.version import __version_info__ as JAXLIB
 
 from dflash_jax import progress
 from dflash_jax.decoding.state import DecodeState, Settings, empty_state, num_pages
-from dflash_jax.decoding.widths import BINS
+from dflash_jax.decoding.widths import BINS, LENGTHS
 from dflash_jax.engine import steps
 from dflash_jax.engine.steps import BATCH, REPLICATED, Programs, Step
 from dflash_jax.models.decoder import Decoder
@@ -162,7 +162,8 @@ class Executables(Programs):
         slots, rates, prices = self._abstract(batch), None, None
         if settings.has_widths:
             sharding = NamedSharding(self.mesh, REPLICATED)
-            rates = jax.ShapeDtypeStruct((settings.block_size - 1, BINS), jnp.float32, sharding=sharding)
+            shape = LENGTHS, settings.block_size - 1, BINS
+            rates = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
             prices = self._abstract(batch, dtype=jnp.float32)
         return self.lower(steps.decode, state, slots, slots, self._abstract(), rates, prices, settings=settings)
 

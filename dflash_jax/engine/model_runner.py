@@ -13,7 +13,7 @@ from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
-from dflash_jax.decoding.widths import BINS
+from dflash_jax.decoding.widths import BINS, LENGTHS
 from dflash_jax.engine import steps
 from dflash_jax.engine.config import BATCH_SIZES, COPIED_PAGES, RECOMPUTE, Speculation
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks, round_settings
@@ -343,7 +343,8 @@ class ModelRunner:
         rates = prices = None
         if settings.has_widths:
             # Without prices all drafts are worth their verification.
-            rates = np.ones((settings.block_size - 1, BINS), np.float32) if dispatch.rates is None else dispatch.rates
+            every = np.ones((LENGTHS, settings.block_size - 1, BINS), np.float32)
+            rates = every if dispatch.rates is None else dispatch.rates
             prices = np.zeros(len(indices), np.float32)
             prices[places] = dispatch.prices or 0.0
         rounds = np.int32(dispatch.rounds)

@@ -53,7 +53,12 @@ class DecodeScheduler:
 
     def observe_rounds(self, request: Request, yielded: Sequence[int], block_size: int, drafter: int | None) -> None:
         """Adds what rounds yielded to the request's acceptance; ``block_size``: its own in them."""
-        self._policy.observe_rounds(self._acceptances[request], yielded, block_size, drafter)
+        self._policy.observe_rounds(self._acceptance(request), yielded, block_size, drafter)
+
+    def _acceptance(self, request: Request) -> Acceptances:
+        acceptances = self._acceptances[request]
+        acceptances.length = len(request.prompt) + len(request.tokens)
+        return acceptances
 
     def can_mask(self) -> bool:
         """Whether rounds with masks may run."""
@@ -118,7 +123,8 @@ class DecodeScheduler:
         dispatch = Dispatch(slots, block_sizes, rounds, speculation, batch_size)
         if not self._runner.settings.has_widths or largest == 1 or any(r.mask for r in batch):
             return dispatch
-        rates, price = self._policy.widths(count, batch_size, speculation)
+        lengths = [self._acceptance(r).length for r in batch]
+        rates, price = self._policy.widths(count, batch_size, speculation, lengths)
         prices = tuple(price if r.block_size == "auto" else 0.0 for r in batch)
         return replace(dispatch, rates=rates, prices=prices)
 
@@ -140,6 +146,6 @@ class DecodeScheduler:
             choices = list({each.drafter: each for each in reversed(with_all)}.values())
         if len(choices) == 1:
             return choices[0]
-        acceptances = [self._acceptances[r] for r in batch]
+        acceptances = [self._acceptance(r) for r in batch]
         compile_s = self._runner.last_compile_s
         return self._policy.choose(batch_size, acceptances, choices, self._runner.is_compiled, compile_s)

@@ -150,7 +150,8 @@ class Report:
         done: Whether the sequence has ended, bool [B].
         logprobs: `Logprobs` [B, C] of the new tokens, or None.
         verified: As in `DecodeState`, for each round, int32 [B, C].
-        outcomes: As `decode_by_widths` returns them, of each data shard, int32 [shards, 2, drafts, bins]; or None.
+        outcomes: As `decode_by_widths` returns them, of each data shard, int32 [shards, 2, lengths, drafts, bins];
+            or None.
     """
 
     tokens: Int[Array, "B C"]
@@ -160,11 +161,11 @@ class Report:
     done: Bool[Array, " B"]
     logprobs: Logprobs | None
     verified: Int[Array, "B C"]
-    outcomes: Int[Array, "shards 2 drafts bins"] | None = None
+    outcomes: Int[Array, "shards 2 lengths drafts bins"] | None = None
 
 
 def report(
-    before: DecodeState, after: DecodeState, size: int, outcomes: Int[Array, "2 drafts bins"] | None = None
+    before: DecodeState, after: DecodeState, size: int, outcomes: Int[Array, "2 lengths drafts bins"] | None = None
 ) -> Report:
     """What dispatches did between two states, with at most ``size`` new tokens of a sequence (C, static)."""
 
@@ -257,7 +258,7 @@ def decode(
     slots: Int[Array, " B"],
     block_sizes: Int[Array, " B"],
     rounds: Int[Array, ""],
-    rates: Float[Array, "drafts bins"] | None = None,
+    rates: Float[Array, "lengths drafts bins"] | None = None,
     prices: Float[Array, " B"] | None = None,
     *,
     settings: Settings,

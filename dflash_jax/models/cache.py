@@ -8,7 +8,7 @@ from dflash_jax.models.config import AttentionSpec, LayerSpec, ModelConfig
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaRecord, DeltaState, KVCache, KVRecord
 from dflash_jax.ops.cache_write import write
-from dflash_jax.ops.gated_delta import replay
+from dflash_jax.ops.gated_delta import replay_layers
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
 # One entry a layer.
@@ -74,30 +74,31 @@ def init_cache(
     return tuple(init_layer_cache(spec, slots, capacity, dtype, layout, kv_dtype) for spec in config.layers)
 
 
-def commit_layer(
-    backend: Backend,
-    cache: KVCache | DeltaState,
-    record: KVRecord | DeltaRecord | DeltaState,
-    start: Int[Array, " B"],
-    n: Int[Array, " B"],
-) -> KVCache | DeltaState:
-    """Writes recorded tokens to the cache of one layer.
+def commit(backend: Backend, cache: Cache, record: Record, start: Int[Array, " B"], n: Int[Array, " B"]) -> Cache:
+    """Writes recorded tokens to the caches of layers.
 
     Args:
         backend: Where operations run.
-        cache: The cache that the record was made over.
+        cache: The caches that the record was made over.
         record: What the tokens would write. A `DeltaState` is the new cache itself: that layer was given n.
         start: Position of the first recorded token, int [B].
         n: Tokens to write, int [B].
 
     Returns:
-        The cache with the first n tokens of the record.
+        The caches with the first n tokens of the record.
     """
-    if isinstance(record, DeltaState):
-        return record
-    if isinstance(record, DeltaRecord):
-        assert isinstance(cache, DeltaState)
-        return replay(backend, cache, record, n)
-    assert isinstance(cache, KVCache)
-    steps = jnp.arange(record.k.shape[1])[None]
-    return write(backend, cache, record.k, record.v, start[:, None] + steps, steps < n[:, None])
+    pairs = list(zip(cache, record, strict=True))
+    replays = [(c, r) for c, r in pairs if isinstance(c, DeltaState) and isinstance(r, DeltaRecord)]
+    states, records = [c for c, _ in replays], [r for _, r in replays]
+    replayed = iter(replay_layers(backend, states, records, n) if replays else ())
+
+    def committed(cache: KVCache | DeltaState, record: KVRecord | DeltaRecord | DeltaState) -> KVCache | DeltaState:
+        if isinstance(record, DeltaState):
+            return record
+        if isinstance(record, DeltaRecord):
+            return next(replayed)
+        assert isinstance(cache, KVCache)
+        steps = jnp.arange(record.k.shape[1])[None]
+        return write(backend, cache, record.k, record.v, start[:, None] + steps, steps < n[:, None])
+
+    return tuple(committed(c, r) for c, r in pairs)

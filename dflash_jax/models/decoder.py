@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models.cache import Cache, Record, commit_layer
+from dflash_jax.models.cache import Cache, Record, commit
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, look_up, normal
@@ -299,7 +299,7 @@ class Decoder(nnx.Module):
         Returns:
             The caches with the first n tokens of the record.
         """
-        return tuple(commit_layer(self.backend, c, r, length, n) for c, r in zip(cache, record, strict=True))
+        return commit(self.backend, cache, record, length, n)
 
     def extend(
         self,
@@ -316,14 +316,14 @@ class Decoder(nnx.Module):
             Hidden states and features as of `verify`, and the caches.
         """
 
-        def commit(layer_cache: Any, record: Any, x: Array) -> Any:
+        def commit_layer(layer_cache: Any, record: Any, x: Array) -> Any:
             # The cache must be written after it has been read. Without a dependency XLA writes first, into a copy of
             # the whole cache, and it drops optimization_barrier before it decides. The minimum is n_valid, but XLA
             # cannot see that without the output x.
             n = jnp.minimum(n_valid, n_valid + jnp.isnan(x.ravel()[0]))
-            return commit_layer(self.backend, layer_cache, record, length, n)
+            return commit(self.backend, (layer_cache,), (record,), length, n)[0]
 
-        return self._run(tokens, cache, length, n_valid, taps, positions, commit, n_valid)
+        return self._run(tokens, cache, length, n_valid, taps, positions, commit_layer, n_valid)
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from dflash_jax.ops.attention import attention, through_gate
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import FP8, Bounds, KVCache, rounded
 from dflash_jax.ops.interval_attention import interval_attention
-from dflash_jax.ops.linear import DeferredNorm, linear, rms_norm
+from dflash_jax.ops.linear import DeferredDivision, DeferredNorm, linear, rms_norm
 from dflash_jax.ops.rotation import rotate
 from dflash_jax.ops.weights import Weight
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, UNSHARDED, AxisSharding, Layout, spec
@@ -327,7 +327,7 @@ class Attention(nnx.Module):
 
 def output(
     backend: Backend,
-    y: Array,
+    y: Array | DeferredDivision,
     weight: Weight,
     contracted: int,
     sharding: AxisSharding,
@@ -337,7 +337,7 @@ def output(
 
     Args:
         backend: Where operations run.
-        y: [..., *inputs].
+        y: [..., *inputs], an array or `ops.linear.DeferredDivision`.
         weight: [H, *inputs].
         contracted: Number of input axes.
         sharding: How the inputs are divided over devices; their parts are summed.

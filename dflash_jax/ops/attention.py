@@ -290,8 +290,38 @@ def _triton(
     return through_gate(joined.output(q.dtype), gate)
 
 
+def _supports_long(
+    backend: Backend, q: Array, k: Array, v: Array, mask: Array | None, cache: KVCache | None, *args: Any
+) -> str | None:
+    if reason := _supports_triton(backend, q, k, v, mask, cache, *args):
+        return reason
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    assert cache is not None, "supported without a cache"
+    is_divided = bool(cache.positions.axes)
+    return "pages are divided over devices" if is_divided else triton_attention.why_not_long(backend.triton_card, q, k)
+
+
+def _long(
+    backend: Backend,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    cache: KVCache,
+    length: Array,
+    bounds: Bounds | None = None,
+    gate: Array | None = None,
+) -> Array:
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
+    return triton_attention.attend_long_triton(backend.triton_card, q, k, v, mask, cache, length, bounds, gate)
+
+
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
+    Implementation("triton, long contexts", _supports_long, _long, is_tried=False),
     Implementation("triton", _supports_triton, _triton),
     Implementation("wide pieces", _supports_wide, in_wide_pieces),
     Implementation("reference", supports_everything, reference),

@@ -1,4 +1,4 @@
-"""Operations of Gated DeltaNet (arXiv 2412.06464): `gated_delta`, `advance` and `replay`.
+"""Operations of Gated DeltaNet (arXiv 2412.06464): `gated_delta`, `advance`, `replay` and `replay_layers`.
 
     S ← e^g S;   δ = β (v - Sᵀk);   S ← S + k ⊗ δ;   o = Sᵀq
 
@@ -11,6 +11,7 @@ Letters as in `ops.cache`; the C convolution channels of a group are its q, k an
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from dflash_jax.ops.backend import Backend, Implementation, choose, supports_eve
 from dflash_jax.ops.cache import DeltaRecord, DeltaState
 from dflash_jax.ops.delta_rule import delta_rule, l2_normalise
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.linear import rms_norm
+from dflash_jax.ops.linear import DeferredDivision, rms_norm
 
 
 class Weights(NamedTuple):
@@ -105,12 +106,21 @@ def _supports_triton(
 
 
 def _triton(
-    backend: Backend, qkvz: Array, gates: Array, state: DeltaState, weights: Weights, eps: float, starts: None = None
-) -> tuple[Array, DeltaRecord]:
+    backend: Backend,
+    qkvz: Array,
+    gates: Array,
+    state: DeltaState,
+    weights: Weights,
+    eps: float,
+    starts: None = None,
+    in_parts: bool = False,
+) -> tuple[Array | DeferredDivision, DeltaRecord]:
     from dflash_jax.ops.kernels.triton import delta as triton_delta
 
-    y, record = triton_delta.gated_delta_triton(backend.triton_card, qkvz, gates, state, *weights, eps)
-    return y, DeltaRecord(*record)
+    y, squares, record = triton_delta.gated_delta_triton(
+        backend.triton_card, qkvz, gates, state, *weights, eps, in_parts=in_parts
+    )
+    return y if squares is None else DeferredDivision(y, squares, eps), DeltaRecord(*record)
 
 
 def _supports_triton_chunks(
@@ -181,6 +191,7 @@ def _supports_unrolled(
 
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
+    Implementation("triton, parts of heads", _supports_triton, partial(_triton, in_parts=True), is_tried=False),
     Implementation("triton, one chunk", _supports_triton, _triton),
     Implementation("triton, chunks", _supports_triton_chunks, _triton_chunks),
     Implementation("unrolled", _supports_unrolled, partial(reference, unrolled=True)),
@@ -196,7 +207,7 @@ def gated_delta(
     weights: Weights,
     eps: float,
     starts: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T G R Dv"], DeltaRecord]:
+) -> tuple[Float[Array, "B T G R Dv"] | DeferredDivision, DeltaRecord]:
     """Convolution, gates, delta rule and gated norm of projected tokens.
 
     Args:
@@ -209,7 +220,7 @@ def gated_delta(
         starts: int [B, T], where in its sequence the document of each token begins; None: a sequence is one document.
 
     Returns:
-        y [B, T, G, R, Dv] in qkvz's dtype, and the record for `replay`.
+        y [B, T, G, R, Dv] in qkvz's dtype, which may be left to `linear` to be divided, and the record for `replay`.
     """
     args = (qkvz, gates, state, weights, eps, starts)
     return choose("gated_delta", IMPLEMENTATIONS, backend, *args).call(backend, *args)
@@ -264,8 +275,7 @@ def _supports_triton_replay(backend: Backend, state: DeltaState, record: DeltaRe
 def _triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
     from dflash_jax.ops.kernels.triton import delta as triton_delta
 
-    recurrent, conv = triton_delta.replay_triton(backend.triton_card, state, record, n)
-    return DeltaState(recurrent, conv, state.rows)
+    return triton_delta.replay_triton(backend.triton_card, state, record, n)
 
 
 def _supports_cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
@@ -299,6 +309,55 @@ def replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Int[Arra
     return choose("replay", REPLAYS, backend, state, record, n).call(backend, state, record, n)
 
 
+def replay_layers_reference(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Int[Array, " B"]
+) -> tuple[DeltaState, ...]:
+    """`replay` of each layer, with the implementation that the backend chooses."""
+    return tuple(replay(backend, state, record, n) for state, record in zip(states, records, strict=True))
+
+
+def _supports_triton_layers(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Array
+) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    from dflash_jax.ops.kernels.triton import delta as triton_delta
+
+    return triton_delta.why_not_layers(states, records)
+
+
+def _triton_layers(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Array
+) -> tuple[DeltaState, ...]:
+    from dflash_jax.ops.kernels.triton import delta as triton_delta
+
+    return triton_delta.replay_layers_triton(backend.triton_card, states, records, n)
+
+
+LAYERS_REPLAYS = (
+    Implementation("triton", _supports_triton_layers, _triton_layers, is_tried=False),
+    Implementation("reference", supports_everything, replay_layers_reference),
+)
+
+
+def replay_layers(
+    backend: Backend, states: Sequence[DeltaState], records: Sequence[DeltaRecord], n: Int[Array, " B"]
+) -> tuple[DeltaState, ...]:
+    """`replay` of several layers, which does not depend on their order.
+
+    Args:
+        backend: As in `replay`.
+        states: The state of each layer before the tokens.
+        records: Their records.
+        n: As in `replay`, of all layers.
+
+    Returns:
+        The states after the first n tokens.
+    """
+    args = (states, records, n)
+    return choose("replay_layers", LAYERS_REPLAYS, backend, *args).call(backend, *args)
+
+
 def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:
     """Whether a loop over ``tokens`` tokens at a time reads and writes rows of a larger state in place.
 
@@ -319,7 +378,7 @@ def advance_reference(
     weights: Weights,
     eps: float,
     n: Int[Array, " B"],
-) -> tuple[Float[Array, "B T G R Dv"], DeltaState]:
+) -> tuple[Float[Array, "B T G R Dv"] | DeferredDivision, DeltaState]:
     """`advance` by `gated_delta` and `replay`, each with the implementation that the backend chooses."""
     y, record = gated_delta(backend, qkvz, gates, state, weights, eps)
     return y, replay(backend, state, record, n)
@@ -361,7 +420,7 @@ def advance(
     weights: Weights,
     eps: float,
     n: Int[Array, " B"],
-) -> tuple[Float[Array, "B T G R Dv"], DeltaState]:
+) -> tuple[Float[Array, "B T G R Dv"] | DeferredDivision, DeltaState]:
     """`gated_delta` and `replay` in one, where n is known beforehand; no record is returned.
 
     Args:
@@ -374,7 +433,7 @@ def advance(
         n: int [B], how many tokens count.
 
     Returns:
-        y [B, T, G, R, Dv] in qkvz's dtype, and the state after the first n tokens.
+        y as `gated_delta` returns it, and the state after the first n tokens.
     """
     args = (qkvz, gates, state, weights, eps, n)
     return choose("advance", ADVANCES, backend, *args).call(backend, *args)

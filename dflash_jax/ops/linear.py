@@ -25,7 +25,15 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.weights import LANES, PackedWeight, QuantizedWeight, Weight, activations_in_nvfp4, is_nvfp4
+from dflash_jax.ops.weights import (
+    FEW_TOKENS,
+    LANES,
+    PackedWeight,
+    QuantizedWeight,
+    Weight,
+    activations_in_nvfp4,
+    is_nvfp4,
+)
 
 # Bytes of the unpacked copy that XLA makes of a part of a head in few bits: such a copy stays in the cache of a card.
 UNPACKED_BYTES = 2**26
@@ -97,6 +105,35 @@ class DeferredNorm:
     def shape(self) -> tuple[int, ...]:
         """The input's shape."""
         return self.x.shape
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "squares"], meta_fields=["eps"])
+@dataclass(frozen=True)
+class DeferredDivision:
+    """Heads whose division by their root mean square is left to `linear`: several programs may compute a head.
+
+    Attributes:
+        x: The heads, multiplied by all else already, [..., D].
+        squares: Sums of squares of P parts of each head before that, float32 [..., P].
+        eps: Added to the mean of squares.
+    """
+
+    x: Float[Array, "*batch D"]
+    squares: Float[Array, "*batch P"]
+    eps: float
+
+    def apply(self) -> Float[Array, "*batch D"]:
+        """The divided heads, [..., D] in x's dtype."""
+        mean = jnp.sum(self.squares, axis=-1, keepdims=True) / self.x.shape[-1]
+        return (self.x.astype(jnp.float32) * jax.lax.rsqrt(mean + self.eps)).astype(self.x.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the heads."""
+        return self.x.shape
+
+
+Deferred = DeferredNorm | DeferredDivision
 
 
 # Products of arrays.
@@ -183,7 +220,9 @@ def project(
     if isinstance(matrix, PackedWeight):
         y = cpp.linear(x2, [matrix])[0].astype(dtype or x.dtype)
     elif isinstance(matrix, QuantizedWeight):
-        y = matrix.matmul(x2, dtype)
+        y = matrix.matmul(
+            x2, dtype, converts_first=backend.is_gpu and backend.kernels == "all" and len(x2) > FEW_TOKENS
+        )
     else:
         y = product(backend, x2, matrix, dtype)
     return y.reshape(*x.shape[: x.ndim - contracted], *out)
@@ -194,7 +233,7 @@ def project(
 
 def reference(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[Weight],
     contracted: int = 1,
     *,
@@ -208,7 +247,7 @@ def reference(
     axes: Sequence[str] = (),
 ) -> tuple[Array, ...]:
     """`linear` by XLA, of all rows: the norm, then one product for each weight."""
-    x = x.apply() if isinstance(x, DeferredNorm) else x
+    x = x.apply() if isinstance(x, Deferred) else x
     inputs = rounded(backend, x, weights[0], contracted, axes)
     if biases is None:
         outputs = [project(backend, inputs, w, contracted, dtype) for w in weights]
@@ -253,7 +292,7 @@ def _biased(outputs: Sequence[Array], biases: Sequence[Array], dtype: DTypeLike)
     return [(y + b.astype(jnp.float32)).astype(dtype) for y, b in zip(outputs, biases, strict=True)]
 
 
-def _matrix_shape(x: Array | DeferredNorm, contracted: int) -> tuple[int, int]:
+def _matrix_shape(x: Array | Deferred, contracted: int) -> tuple[int, int]:
     """Rows and inputs of x as a matrix."""
     split = len(x.shape) - contracted
     return math.prod(x.shape[:split]), math.prod(x.shape[split:])
@@ -270,7 +309,7 @@ def _unflattened(
 
 def _supports_cpp(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[Weight],
     contracted: int = 1,
     *,
@@ -290,7 +329,7 @@ def _supports_cpp(
 
 def _cpp(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[PackedWeight],
     contracted: int = 1,
     *,
@@ -305,6 +344,7 @@ def _cpp(
 ) -> tuple[Array, ...]:
     rows, inner = _matrix_shape(x, contracted)
     norm: dict[str, Any] = {}
+    x = x.apply() if isinstance(x, DeferredDivision) else x
     if isinstance(x, DeferredNorm):
         x, norm = x.x, {"norm": x.weight, "eps": x.eps, "offset": x.offset, "norm_bias": x.bias}
     matrices = [w.reshape(-1, inner) for w in weights]
@@ -318,13 +358,14 @@ def _cpp(
 
 def _supports_triton(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[Weight],
     contracted: int = 1,
     *,
     gelu: bool = False,
     biases: Sequence[Array] | None = None,
     residual: Array | None = None,
+    return_normed: bool = False,
     **options: Any,
 ) -> str | None:
     if not backend.has_triton:
@@ -335,6 +376,8 @@ def _supports_triton(
         return "the kernel adds the residual before biases, which are rounded otherwise"
     if gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
         return "the kernel computes no GELU or LayerNorm"
+    if return_normed and isinstance(x, DeferredDivision):
+        return "the kernel returns no divided heads"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     return triton_linear.why_not(*_matrix_shape(x, contracted), weights)
@@ -342,7 +385,7 @@ def _supports_triton(
 
 def _triton(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[Array | QuantizedWeight],
     contracted: int = 1,
     *,
@@ -354,53 +397,70 @@ def _triton(
     residual: Array | None = None,
     live: Array | None = None,
     axes: Sequence[str] = (),
+    in_sums: bool = False,
 ) -> tuple[Array, ...]:
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     rows, inner = _matrix_shape(x, contracted)
-    x, norm, eps, offset = (x.x, x.weight, x.eps, x.offset) if isinstance(x, DeferredNorm) else (x, None, 0.0, 0.0)
     # XLA adds biases to the kernel's results, which then are not rounded.
     of_kernel = dtype if biases is None else jnp.float32
 
     def plain(
-        x: Array,
-        norm: Array | None,
-        weights: Sequence[Weight],
-        biases: Sequence[Array] | None,
-        residual: Array | None,
+        x: Array | Deferred, weights: Sequence[Weight], biases: Sequence[Array] | None, residual: Array | None
     ) -> tuple[Array, ...]:
-        normed_later = x if norm is None else DeferredNorm(x, norm, eps, offset)
         return reference(
-            backend, normed_later, weights, contracted, dtype=dtype, return_normed=return_normed, swiglu=swiglu,
-            biases=biases, residual=residual,
+            backend, x, weights, contracted, dtype=dtype, return_normed=return_normed, swiglu=swiglu, biases=biases,
+            residual=residual,
         )  # fmt: skip
 
     def kernel(
-        x: Array,
-        norm: Array | None,
+        x: Array | Deferred,
         weights: Sequence[Array | QuantizedWeight],
         biases: Sequence[Array] | None,
         residual: Array | None,
     ) -> tuple[Array, ...]:
-        if norm is not None and not triton_linear.fuses_norm(x.dtype, rows, inner, weights):
-            x, norm = rms_norm(x, norm, eps, offset), None
+        norm: dict[str, Any] = {}
+        if isinstance(x, DeferredNorm) and triton_linear.fuses_norm(x.x.dtype, rows, inner, weights):
+            x, norm = x.x, {"norm": x.weight, "eps": x.eps, "offset": x.offset, "return_normed": return_normed}
+        elif isinstance(x, DeferredDivision) and triton_linear.divides_heads(x.shape[-1], weights):
+            x, norm = x.x, {"squares": x.squares.reshape(rows, -1, x.squares.shape[-1]), "eps": x.eps}
+        elif isinstance(x, Deferred):
+            x = x.apply()
         outputs = triton_linear.project_triton(
-            x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
-            return_normed=return_normed and norm is not None, swiglu=swiglu,
+            x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], **norm, swiglu=swiglu,
             residual=None if residual is None else residual.reshape(rows, -1), dtype=of_kernel,
-            card=backend.triton_card,
+            card=backend.triton_card, in_sums=in_sums,
         )  # fmt: skip
-        normed = (outputs[-1] if norm is not None else x) if return_normed else None
+        normed = (outputs[-1] if "norm" in norm else x) if return_normed else None
         if biases is not None:
             outputs = _biased(outputs[: len(weights)], [b.reshape(-1) for b in biases], dtype or x.dtype)
         return _unflattened(x, weights, contracted, swiglu, outputs, normed)
 
-    return with_gradient_of(plain, kernel)(x, norm, weights, biases, residual)
+    return with_gradient_of(plain, kernel)(x, weights, biases, residual)
+
+
+def _supports_triton_sums(
+    backend: Backend,
+    x: Array | Deferred,
+    weights: Sequence[Weight],
+    contracted: int = 1,
+    *,
+    swiglu: bool = False,
+    **options: Any,
+) -> str | None:
+    if reason := _supports_triton(backend, x, weights, contracted, swiglu=swiglu, **options):
+        return reason
+    if swiglu or isinstance(x, DeferredNorm):
+        return "the sums have neither a norm before them nor SwiGLU after them"
+    from dflash_jax.ops.kernels.triton import linear as triton_linear
+
+    head = x.shape[-1] if isinstance(x, DeferredDivision) else 0
+    return triton_linear.why_not_sums(*_matrix_shape(x, contracted), weights, head, backend.triton_card)
 
 
 def _supports_triton_fp4(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[Weight],
     contracted: int = 1,
     *,
@@ -421,7 +481,7 @@ def _supports_triton_fp4(
 
 def _triton_fp4(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[QuantizedWeight],
     contracted: int = 1,
     *,
@@ -436,7 +496,7 @@ def _triton_fp4(
 ) -> tuple[Array, ...]:
     from dflash_jax.ops.kernels.triton import fp4
 
-    x = x.apply() if isinstance(x, DeferredNorm) else x
+    x = x.apply() if isinstance(x, Deferred) else x
     rows, inner = _matrix_shape(x, contracted)
     inputs, card = activations_in_nvfp4(x.reshape(rows, inner), axes), backend.triton_card
     outputs = [fp4.project(card, inputs, w.reshape(-1, inner), swiglu) for w in weights]
@@ -451,6 +511,7 @@ def _triton_fp4(
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton, FP4", _supports_triton_fp4, _triton_fp4, is_tried=False),
+    Implementation("triton, in sums", _supports_triton_sums, partial(_triton, in_sums=True), is_tried=False),
     Implementation("triton", _supports_triton, _triton),
     Implementation("reference", supports_everything, reference),
 )
@@ -458,7 +519,7 @@ IMPLEMENTATIONS = (
 
 def linear(
     backend: Backend,
-    x: Float[Array, "..."] | DeferredNorm,
+    x: Float[Array, "..."] | Deferred,
     weights: Sequence[Weight],
     contracted: int = 1,
     *,
@@ -475,7 +536,7 @@ def linear(
 
     Args:
         backend: Where it runs.
-        x: [..., *in], an array or `DeferredNorm`.
+        x: [..., *in], an array, `DeferredNorm` or `DeferredDivision`.
         weights: [*out, *in] each, or [2, F, H] each with ``swiglu``.
         contracted: How many axes *in has.
         dtype: Dtype of the results; by default the wider of x's and the weight's for arrays, x's for other weights and
@@ -508,14 +569,14 @@ def linear(
 
 def _by_activations(
     backend: Backend,
-    x: Array | DeferredNorm,
+    x: Array | Deferred,
     weights: Sequence[Weight],
     contracted: int,
     in_fp4: Sequence[bool],
     options: dict[str, Any],
 ) -> tuple[Array, ...]:
     """`linear` by weights that take activations in FP4, and by others: those of a kind by one operation."""
-    x, biases = x.apply() if isinstance(x, DeferredNorm) else x, options["biases"]
+    x, biases = x.apply() if isinstance(x, Deferred) else x, options["biases"]
     results: dict[int, Array] = {}
     for kind in (False, True):
         places = [i for i, fp4 in enumerate(in_fp4) if fp4 == kind]

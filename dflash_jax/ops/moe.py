@@ -348,7 +348,9 @@ def _triton(
         if is_fp4:
             y = fp4.experts(card, x, weights, chosen, gate_up, down, *rest, axes=axes[0])
         else:
-            y = triton_experts.experts_triton(card, x, weights, chosen, gate_up, down, *rest)
+            y = triton_experts.experts_triton(
+                card, x, weights, chosen, gate_up, down, *rest, untried=backend.kernels == "all"
+            )
         return y if fused else _with_shared(backend, y, x, shared, axes[1])
 
     # The gradient is that of XLA's form for GPUs.

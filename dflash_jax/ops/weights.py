@@ -130,21 +130,31 @@ class QuantizedWeight:
         """The weight as an array in ``dtype``: elementwise, so that it fuses into its consumer."""
         return (self.numbers(jnp.float32) * self.scales()[..., None]).astype(dtype).reshape(self.shape)
 
-    def matmul(self, x: Float[Array, "T I"], dtype: DTypeLike | None = None) -> Float[Array, "T O"]:
-        """The product of x and the transpose of this matrix [O, I], in ``dtype``; None: x's.
+    def matmul(
+        self, x: Float[Array, "T I"], dtype: DTypeLike | None = None, converts_first: bool = False
+    ) -> Float[Array, "T O"]:
+        """The product of x and the transpose of this matrix [O, I].
 
         With one run, or with long ones and up to `FEW_TOKENS` tokens, the products of the runs are scaled, not the
         weight.
+
+        Args:
+            x: [T, I].
+            dtype: Dtype of the result; None: x's.
+            converts_first: Whether the numbers are written to memory in x's dtype. Otherwise XLA may convert them
+                inside the product, once for each tile of tokens.
+
+        Returns:
+            [T, O].
         """
         runs = self.scale.shape[-1]
         if runs > 1 and (x.shape[0] > FEW_TOKENS or self.run < FEW_TOKENS):
             return jnp.einsum("ti,oi->to", x, self.dense(x.dtype), preferred_element_type=dtype)
-        parts = jnp.einsum(
-            "tni,oni->nto",
-            x.reshape(x.shape[0], runs, -1),
-            self.numbers(x.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        numbers = self.numbers(x.dtype)
+        if converts_first:
+            numbers = jax.lax.optimization_barrier(numbers)
+        x = x.reshape(x.shape[0], runs, -1)
+        parts = jnp.einsum("tni,oni->nto", x, numbers, preferred_element_type=jnp.float32)
         return jnp.einsum("nto,on->to", parts, self.scales()).astype(dtype or x.dtype)
 
 

@@ -2,12 +2,18 @@
 
     python scripts/bench/long_context.py [--target DIR --draft DIR] [--contexts 1024 8192 32768] [--windows 1024 256]
                                          [--json FILE]
+    python scripts/bench/long_context.py --predict [NAME ...] [--devices h200 b200]
 
 Without --target: the bundled pair, whose positions are raised; `scripts/bundled/make_tiny_pair.py long-target
 long-drafter` trains it further on long rows. Prompts are cuts of the standard library's held-out files. Those of all
 lengths end at the same places, so that acceptance lengths are of the same beginnings. Each case runs once to compile
 and to warm up; then, in each of --runs runs, every case has the prompt of the run at every length. Seconds are medians
 over the runs, on the engine's clock, which stands still during compilation.
+
+With --predict nothing runs: it writes what rounds of published systems are predicted to take, one sequence at a time.
+Bytes are those of `dflash plan`. What a layer takes beyond its bytes, the bandwidth as a share of the maker's, and the
+share of it at which rounds read their context are those of the H200's record of Qwen3.6-35B-A3B, for other models and
+cards, too.
 """
 
 import argparse
@@ -22,9 +28,11 @@ from pathlib import Path
 from statistics import median
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.benchmarking.store import read_record
 from dflash_jax.decoding.state import is_kv_cache
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -33,6 +41,10 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.drafting import DraftWindow, together
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.options.parser import Parser
+from dflash_jax.options.systems import read_system
+from dflash_jax.parallel.devices import DEVICES, device_of_text
+from dflash_jax.parallel.sharding import Layout
+from dflash_jax.planner import Shapes, make_plan, read_shapes
 from dflash_jax.process import exit_code
 from dflash_jax.training.corpus import standard_library
 from tools.bundled_pair import with_positions
@@ -109,6 +121,12 @@ class Sample:
         return len(self.tokens) / self.decode_s
 
 
+# What is predicted: systems, devices, contexts and block sizes.
+SYSTEMS, CARDS = ("qwen3.6-35b-a3b", "qwen3.6-27b"), ("h200", "b200")
+LONG, BLOCKS = (8192, 32768, 65536, 131072), (4, 8, 16)
+# A record, its system, card and contexts; and the share of the bandwidth at which attention is to read a context.
+RECORD = Path(__file__).parents[2] / "benchmarks/decode-h200-qwen3.6-35b-a3b-triton.json"
+RECORDED, RECORDED_CONTEXTS, AIM = ("qwen3.6-35b-a3b", "h200"), (2048, 8192), 0.7
 # By length of the prompt and case, one for each set of prompts.
 Samples = dict[tuple[int, Case], list[Sample]]
 
@@ -295,6 +313,107 @@ def tables(rows: list[dict], pools: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def bytes_of_round(shapes: Shapes, block: int, context: int, window: int | None = None) -> tuple[float, float]:
+    """Bytes that a round of one sequence reads and writes: without a context, and of the context."""
+
+    def all_bytes(context: int) -> float:
+        # The time at a byte a second.
+        device = replace(DEVICES["h200"], bandwidth=1.0)
+        options = {"dtype": jnp.bfloat16, "slots": 1, "max_len": shapes.target.max_positions, "block": block}
+        options |= {"context": context, "acceptance_length": 1.0, "draft_window_size": window}
+        plan = make_plan(shapes, Layout(), device, **options)
+        return 1 / plan["floor_tokens_per_s" if block > 1 else "floor_tokens_per_s_autoregressive"]
+
+    empty = all_bytes(0)
+    return empty, all_bytes(context) - empty
+
+
+def system_shapes(name: str) -> Shapes:
+    """The published configs of a system."""
+    paths = read_system(name).shapes
+    if "draft" not in paths:
+        raise InputError(f"--predict {name}: it has no drafter's config")
+    return read_shapes(str(paths["target"]), str(paths["draft"]))
+
+
+@dataclass(frozen=True)
+class RoundModel:
+    """What rounds take, from the H200's record.
+
+    Attributes:
+        bandwidth: The measured bandwidth, as a share of the maker's.
+        context: The share of the measured bandwidth at which a round reads its context.
+        layer_s: Seconds of a layer beyond its bytes, in a plain step and in a round.
+    """
+
+    bandwidth: float
+    context: float
+    layer_s: tuple[float, float]
+
+    @classmethod
+    def of_record(cls) -> "RoundModel":
+        """The model that gives the record's rounds: a plain step, and rounds of 16 after two contexts."""
+        record, (name, card) = read_record(RECORD), RECORDED
+        rounds = {key.rpartition(",")[0]: row["round_ms"] / 1e3 for key, row in record["points"].items()}
+        bandwidth, shapes = 1e9 * record["about"]["bandwidth_gb_per_s"], system_shapes(name)
+        near, far = (f"batch 1, width 16, context {context}" for context in RECORDED_CONTEXTS)
+        read = [bytes_of_round(shapes, 16, context)[1] for context in RECORDED_CONTEXTS]
+        share = (read[1] - read[0]) / (rounds[far] - rounds[near]) / bandwidth
+        model = cls(bandwidth / DEVICES[card].bandwidth, share, (0.0, 0.0))
+        plain = rounds[f"batch 1, width 1, context {RECORDED_CONTEXTS[0]}"]
+        beyond = [
+            (seconds - model.seconds(shapes, card, block, RECORDED_CONTEXTS[0])) / layers_of(shapes, block)
+            for block, seconds in ((1, plain), (16, rounds[near]))
+        ]
+        return replace(model, layer_s=(beyond[0], beyond[1]))
+
+    def seconds(self, shapes: Shapes, card: str, block: int, context: int, window: int | None = None) -> float:
+        """Seconds of a round, or for a block of 1 of a plain step."""
+        empty, read = bytes_of_round(shapes, block, context, window)
+        bandwidth = self.bandwidth * DEVICES[card].bandwidth
+        own = self.layer_s[block > 1] * layers_of(shapes, block)
+        return empty / bandwidth + read / (self.context * bandwidth) + own
+
+
+def layers_of(shapes: Shapes, block: int) -> int:
+    """Layers that a round runs."""
+    drafted = len(shapes.draft.layers) * shapes.draft.passes(block)[0] if shapes.draft and block > 1 else 0
+    return len(shapes.target.layers) + drafted
+
+
+def own_window(shapes: Shapes) -> int:
+    """The largest window of the drafter's layers; where all see everything, 4,096."""
+    windows = [getattr(layer, "window", None) for layer in shapes.draft.layers] if shapes.draft else []
+    return max((window for window in windows if window), default=4096)
+
+
+def predicted(systems: Sequence[str], cards: Sequence[str]) -> str:
+    """The table of what rounds are predicted to take, in Markdown."""
+    measured = RoundModel.of_record()
+    heads = ["system, card", "context", "context read at", "plain, ms", *(f"round of {b}, ms" for b in BLOCKS)]
+    heads += [f"pays from, {b}" for b in BLOCKS]
+    heads += ["with a window", *(f"round of {b}, ms" for b in BLOCKS), "saves of 16"]
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    for name in systems:
+        shapes = system_shapes(name)
+        window = own_window(shapes)
+        for card in cards:
+            for context in LONG:
+                for model in (measured, replace(measured, context=AIM)):
+                    plain = model.seconds(shapes, card, 1, context)
+                    whole, windowed = (
+                        [model.seconds(shapes, card, block, context, seen) for block in BLOCKS]
+                        for seen in (None, window)
+                    )
+                    cells = [f"{name}, {card}", f"{context:,}", f"{model.context:.0%}", f"{1e3 * plain:.2f}"]
+                    cells += [*(f"{1e3 * s:.2f}" for s in whole), *(f"{s / plain:.2f}" for s in whole), f"{window:,}"]
+                    cells += [*(f"{1e3 * s:.2f}" for s in windowed), f"{1 - windowed[-1] / whole[-1]:.1%}"]
+                    lines.append(f"| {' | '.join(cells)} |")
+    layer_us = " and ".join(f"{1e6 * s:.0f}" for s in measured.layer_s)
+    about = f"Predicted, not measured: {measured.bandwidth:.0%} of the maker's bandwidth, a layer takes {layer_us} µs "
+    return f"{about}beyond its bytes in a plain step and in a round.\n\n" + "\n".join(lines) + "\n"
+
+
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", metavar="DIR", help="default: the bundled pair")
@@ -312,10 +431,18 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default: %(default)s")
     p.add_argument("--runs", type=int, default=3, metavar="N", help="prompts of each length (default: %(default)s)")
     p.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there, too")
+    text = f"predicts rounds of these systems of configs/ in place of a measurement ({', '.join(SYSTEMS)})"
+    p.add_argument("--predict", nargs="*", metavar="NAME", help=text)
+    text = "whose rounds are predicted (default: %(default)s)"
+    p.add_argument("--devices", nargs="+", type=device_of_text, default=list(CARDS), metavar="NAME", help=text)
     return p
 
 
 def run_all(args) -> int:
+    if args.predict is not None:
+        jax.config.update("jax_platforms", "cpu")
+        print(predicted(args.predict or SYSTEMS, args.devices))
+        return 0
     least = {"contexts": 2, "windows": 1, "chunks": 1, "block_size": 2, "new_tokens": 2, "runs": 1}
     for name, limit in least.items():
         value = getattr(args, name)

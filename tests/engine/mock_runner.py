@@ -42,6 +42,7 @@ class Slot:
     known: int = 0  # positions in the caches
     tokens: list[int] = field(default_factory=list)
     done: bool = True
+    chunks: tuple = ()  # (start, tokens, size) of those that computed its state, other slots' among them
 
 
 class MockPages(MockCopies):
@@ -110,18 +111,22 @@ class CheckedRunner(MockRunner):
             return None
         return self.contents[kind][self.shard(slot) * self.pages[kind] + page], position % self.page_size
 
-    def write(self, slot, tokens):
-        """Appends tokens to the caches."""
+    def write(self, slot, tokens, chunk=None):
+        """Appends tokens to the caches; ``chunk``: the one that computes them."""
         for token in tokens:
             for kind in (0, 1):
                 if (place := self.place(slot, self.rows[slot].known, kind)) is not None:
-                    place[0][place[1]] = token
+                    place[0][place[1]] = token, chunk
             self.rows[slot].known += 1
+
+    def written(self, slot, kind=0):
+        """(token, its chunk) of each position of a slot, as the caches of a kind have them."""
+        places = [self.place(slot, position, kind) for position in range(self.rows[slot].known)]
+        return [(None, None) if place is None else place[0][place[1]] or (None, None) for place in places]
 
     def cached(self, slot, kind=0):
         """What the caches of a kind have of a slot."""
-        places = [self.place(slot, position, kind) for position in range(self.rows[slot].known)]
-        return [None if place is None else place[0][place[1]] for place in places]
+        return [token for token, _ in self.written(slot, kind)]
 
     def assert_window(self, slot):
         """Whether the caches with a window have what a round reads."""
@@ -162,7 +167,9 @@ class CheckedRunner(MockRunner):
             assert row.known + n < len(row.prompt)
             assert self.cached(slot) == row.prompt[: row.known]
             self.log.append(("prefill", slot, size))
-            self.write(slot, row.prompt[row.known : row.known + n])
+            chunk = row.known, n, size
+            row.chunks += (chunk,)
+            self.write(slot, row.prompt[row.known : row.known + n], chunk)
         self.calls.append((len(slots), size, batch))
         return super().prefill(slots, tokens, size, batch)
 
@@ -243,12 +250,12 @@ class CheckedRunner(MockRunner):
             self.contents[is_windowed][page] = list(contents)
 
     def snapshot(self, slot):
-        return self.rows[slot].known
+        return self.rows[slot].known, self.rows[slot].chunks
 
     def restore(self, slot, length, snapshot):
         row = self.rows[slot]
-        assert snapshot == length
-        row.known = length
+        row.known, row.chunks = snapshot
+        assert row.known == length
         self.log.append(("restore", slot, length))
         assert self.cached(slot) == row.prompt[:length]
 

@@ -5,10 +5,11 @@ from itertools import accumulate
 from operator import mul, sub
 from statistics import median
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.decoding.widths import BINS, GREATEST_LOGIT, LEAST_LOGIT
+from dflash_jax.decoding.widths import BINS, GREATEST_LOGIT, LEAST_LOGIT, LENGTH_BOUNDS, LENGTHS, choose_widths
 from dflash_jax.engine.acceptance import Acceptance, Acceptances, Calibration, DrafterRecord, odds_ratio
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import KNOWN_ROUNDS, PATIENCE, PLAIN_DISPATCHES, WHOLE_EVERY_S, DraftLengthPolicy
@@ -575,33 +576,138 @@ def scores_of(bins):
 def test_rates_are_the_scores_at_first_and_then_what_was_accepted():
     """Scores that are too low, the more so the further ahead, and one place that is never verified."""
     calibration, rng = Calibration(4), np.random.default_rng(0)
-    np.testing.assert_allclose(calibration.rates(4), np.tile(scores_of(np.arange(BINS)), (4, 1)), rtol=1e-6)
+    scores = np.broadcast_to(scores_of(np.arange(BINS)), (LENGTHS, 4, BINS))
+    np.testing.assert_allclose(calibration.rates(4), scores, rtol=1e-6)
     odds = scores_of(np.arange(BINS)) / (1 - scores_of(np.arange(BINS)))
     true = np.array([odds * factor / (1 + odds * factor) for factor in (6.0, 4.0, 2.0)])
     for _ in range(300):
         bins = rng.integers(4, 14, (50, 3))
         accepted = rng.random((50, 3)) < true[np.arange(3), bins]
-        outcomes = np.zeros((2, 3, BINS), int)
-        np.add.at(outcomes[0], (np.arange(3), bins), 1)
-        np.add.at(outcomes[1], (np.arange(3), bins), accepted)
+        outcomes = np.zeros((2, LENGTHS, 3, BINS), int)
+        np.add.at(outcomes[0, 0], (np.arange(3), bins), 1)
+        np.add.at(outcomes[1, 0], (np.arange(3), bins), accepted)
         calibration.observe(outcomes, 1)
-    rates = calibration.rates(3)
+    rates, *longer = calibration.rates(3)
     assert rates.dtype == np.float32
+    assert all(np.allclose(rates, each) for each in longer), "lengths that were not seen"
     assert np.abs(rates - true)[:, 4:14].max() < 0.06
     # Of scores that are not seen, the score itself remains the best guess, with the place's odds.
     assert np.abs(rates - true)[:, 14:].max() < 0.15
     # Places that were never verified have the rates of all places together.
-    assert (np.diff(calibration.rates(4)[:, 8]) < 0)[:2].all()
+    assert (np.diff(calibration.rates(4)[0, :, 8]) < 0)[:2].all()
 
 
 def test_old_outcomes_count_less():
-    calibration, all_accepted = Calibration(1), np.zeros((2, 1, BINS), int)
-    all_accepted[:, 0, 8] = 100
+    calibration, all_accepted = Calibration(1), np.zeros((2, LENGTHS, 1, BINS), int)
+    all_accepted[:, 0, 0, 8] = 100
     for accepted in (100, 0):
-        all_accepted[1, 0, 8] = accepted
+        all_accepted[1, 0, 0, 8] = accepted
         for _ in range(40):
             calibration.observe(all_accepted, 100)
-    assert calibration.rates(1)[0, 8] < 0.05
+    assert calibration.rates(1)[0, 0, 8] < 0.05
+
+
+# Rounds of Qwen3.6-35B-A3B on an H200.
+LONG_COSTS = {NO_DRAFTER: 0.00285, PLAIN: 0.0029, EIGHT: 0.0074, SIXTEEN: 0.0107}
+
+
+def answered(policy, rng, prompt: int, new: int, rate) -> tuple[float, list[tuple[int, Speculation]]]:
+    """(tokens per second, (tokens before it, speculation) of each round) of a sequence; ``rate``: by its length."""
+    sequence, tokens, now, rounds = Acceptances(), prompt, 0.0, []
+    while tokens < prompt + new:
+        sequence.length = tokens
+        spec = policy.choose(1, [sequence])
+        count = max(2, int(0.02 / LONG_COSTS[spec]))
+        for _ in range(count):
+            rounds.append((tokens, spec))
+            n = yielded(rng, rate(tokens), spec.block_size)
+            policy.observe_rounds(sequence, [n], spec.block_size, spec.drafter)
+            tokens += n
+        policy.observe_seconds(1, spec, LONG_COSTS[spec] * rng.uniform(0.95, 1.05), count)
+        now += count * LONG_COSTS[spec]
+    return (tokens - prompt) / now, rounds
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("bound", LENGTH_BOUNDS[:3])
+def test_acceptance_that_falls_with_the_context_is_followed_within_few_rounds(bound, seed):
+    """By the first sequence that becomes so long, by all later ones from their first round, and not by short ones."""
+
+    def rate(tokens):
+        return 0.85 if tokens < bound else 0.15
+
+    def drafted(rounds):
+        return sum(spec.block_size > 1 for _, spec in rounds)
+
+    policy, rng = DraftLengthPolicy(tuple(LONG_COSTS)), random.Random(seed)
+    short = max(expected_tokens(0.85, s.block_size) / LONG_COSTS[s] for s in LONG_COSTS)
+    for _ in range(2):
+        answered(policy, rng, 200, 1000, rate)
+    _, rounds = answered(policy, rng, bound - 1000, 3000, rate)
+    before, after = ([each for each in rounds if (each[0] < bound) == is_before] for is_before in (True, False))
+    assert drafted(before) > 0.9 * len(before)
+    # And the rest of the dispatch in which the context became so long.
+    assert drafted(after[:40]) <= 14
+    for _ in range(3):
+        speed, rounds = answered(policy, rng, 3 * bound, 1000, rate)
+        assert speed > 0.93 / LONG_COSTS[NO_DRAFTER]
+        # Trials are dispatches of two rounds.
+        assert drafted(rounds[:40]) <= 4
+        speed, rounds = answered(policy, rng, 200, 1000, rate)
+        assert drafted(rounds) > 0.9 * len(rounds)
+        assert speed > 0.85 * short
+
+
+def test_long_contexts_alone_for_a_while_do_not_make_short_ones_look_hard():
+    record, rng = DrafterRecord([0.7], 7), random.Random(0)
+    for rounds, rate, length in ((300, 0.85, 100), (3000, 0.15, 20000)):
+        for _ in range(rounds):
+            record.observe([yielded(rng, rate, 8)], 8, length)
+            assert record.odds
+    short, long = record.odds[0], record.odds[0] * record.length_ratio(20000)
+    assert 3 < short < 12
+    assert 0.1 < long < 0.35
+
+
+def test_where_contexts_of_all_lengths_draft_alike_lengths_change_nothing():
+    policy, rng = DraftLengthPolicy(tuple(LONG_COSTS)), random.Random(0)
+    best = max(expected_tokens(0.8, s.block_size) / LONG_COSTS[s] for s in LONG_COSTS)
+    for prompt in (100, 5000, 20000, 60000, 200000, 100) * 2:
+        speed, _ = answered(policy, rng, prompt, 2000, lambda tokens: 0.8)
+        assert speed > 0.88 * best
+    ratios = [policy.drafters[0].length_ratio(bound) for bound in LENGTH_BOUNDS]
+    assert all(0.5 < ratio < 2 for ratio in ratios)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_widths_follow_acceptance_that_falls_with_the_context_within_few_rounds(seed):
+    """Scores that stay as they were: the drafter does not know that it drafts worse there."""
+    calibration, rng = Calibration(7), np.random.default_rng(seed)
+    sizes, price = jnp.full(1, 8), jnp.full(1, 0.3)
+
+    def width(bins, length) -> int:
+        rates = jnp.asarray(calibration.rates(7))
+        return int(choose_widths(jnp.asarray(bins), jnp.full(1, length), rates, price, sizes)[0])
+
+    def rounds(count, length, rate) -> list[int]:
+        widths = []
+        for _ in range(count):
+            bins = rng.integers(8, 13, (1, 7))
+            widths.append(width(bins, length))
+            accepted = int((rng.random(7) < rate).cumprod().sum())
+            outcomes = np.zeros((2, LENGTHS, 7, BINS), int)
+            for place in range(min(accepted + 1, widths[-1] - 1)):
+                outcomes[:, length, place, bins[0, place]] += [1, place < accepted]
+            calibration.observe(outcomes, 1)
+        return widths
+
+    assert np.mean(rounds(300, 0, 0.85)[-50:]) > 6
+    long = rounds(60, 2, 0.15)
+    assert long[0] > 4
+    assert np.mean(long[15:]) < 2.5
+    # Longer ones are expected to be alike, shorter ones not.
+    assert np.mean(rounds(10, 3, 0.15)) < 2.5
+    assert np.mean(rounds(10, 0, 0.85)) > 6
 
 
 def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
@@ -616,7 +722,7 @@ def test_the_price_of_a_draft_is_what_its_experts_take_in_tokens():
     for _ in range(KNOWN_ROUNDS):
         policy.observe_rounds(acceptances, [4, 5], 8, 0)
     rates, price = policy.widths(1, 1, EIGHT)
-    assert rates.shape == (7, BINS)
+    assert rates.shape == (LENGTHS, 7, BINS)
     expected = policy.drafters[0].expected_tokens([1.0])[7]
     assert price == pytest.approx(0.001 * expected / 0.02)
     # Eight sequences yield eight times as many tokens, in rounds that take ten times as long.

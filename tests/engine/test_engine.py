@@ -139,29 +139,53 @@ def test_a_stale_state_would_be_noticed(family, monkeypatch):
         under_load(engine, family.target, family.wanted, family.expected, 60, seed=3)
 
 
-def test_a_full_prefill_and_a_hit_are_the_same_bits(family):
-    """In the reproducible mode chunks follow from the tokens alone."""
-    prompt = [MARKER, *range(2, 40), MARKER, *range(5, 25)]
-    runs = []
+# Messages of 40, 21 and 27 tokens, and their cuts in the reproducible mode.
+CONVERSATION = [MARKER, *range(2, 41), MARKER, *range(5, 25), MARKER, *range(3, 29)]
+CUTS = (0, 24, 40, 61, 85)
+# Where an earlier prompt ends: beside each border of a chunk and each cut, and in between.
+ENDS = (8, 9, 24, 25, 26, 33, 40, 41, 42, 48, 49, 50, 57, 60, 61, 62, 63, 70, 86)
+
+
+@pytest.mark.parametrize("host_budget", [0, 10**8], ids=["device", "host"])
+def test_a_full_prefill_and_a_hit_are_the_same_bits(family, host_budget):
+    """In the reproducible mode chunks follow from the tokens alone, wherever the prompt before ended."""
     params = SamplingParams(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1, max_tokens=1
     )
-    for budget, host_budget in ((0, 0), (10**8, 0), (10**8, 10**8)):
-        engine = engine_for(family.drafting, prefix_bytes=budget, prefix_host_bytes=host_budget, aligned=True)
-        for text in (prompt[:45], prompt):
-            engine.submit(r := Request(text, params))
-            while engine.has_work:
-                engine.step()
-            if host_budget:
-                # What the device has moves to the host.
-                assert engine.prefix_cache.tiers.has_room(budget)
-                assert engine.prefix_cache.size == 0
-        assert engine.prefix_cache.tiers.host.hits == (host_budget > 0)
-        # Of all positions but the last: that token is in no cache.
-        runs.append((r.cached, [of_row(cache, 0, len(prompt) - 1) for cache in engine.runner.state.target]))
-    assert [cached for cached, _ in runs] == [0, 39, 39]
-    for _, state in runs[1:]:
-        jax.tree.map(np.testing.assert_array_equal, runs[0][1], state)
+
+    def prefilled(engine, prompt):
+        """How many tokens were cached, and the caches of all positions but the last: that token is in none."""
+        engine.submit(r := Request(prompt, params))
+        while engine.has_work:
+            engine.step()
+        return r.cached, [of_row(cache, 0, len(prompt) - 1) for cache in engine.runner.state.target]
+
+    cold = engine_for(family.drafting, prefix_bytes=0, aligned=True)
+    warm = engine_for(family.drafting, prefix_bytes=10**8, prefix_host_bytes=host_budget, aligned=True)
+    alone = {n: prefilled(cold, CONVERSATION[:n])[1] for n in (*ENDS, len(CONVERSATION))}
+    cached = []
+
+    def check(end):
+        n, state = prefilled(warm, CONVERSATION[:end])
+        jax.tree.map(np.testing.assert_array_equal, alone[end], state)
+        cached.append(n)
+        if host_budget:
+            # What the device has moves to the host.
+            assert warm.prefix_cache.tiers.has_room(10**8)
+            assert warm.prefix_cache.size == 0
+
+    for end in ENDS:
+        warm.prefix_cache.clear()
+        check(end)
+        check(len(CONVERSATION))
+    # The last cut before the other prompt's last token, which is in no cache.
+    assert cached == [n for end in ENDS for n in (0, max(cut for cut in CUTS if cut < end))]
+    # All that was said before, prompt by prompt.
+    warm.prefix_cache.clear()
+    for end in ENDS:
+        check(end)
+    assert cached[-len(ENDS) :] == [max(cut for cut in CUTS if cut <= end) for end in (0, *(n - 1 for n in ENDS[:-1]))]
+    assert (warm.prefix_cache.tiers.host.hits > 0) == (host_budget > 0)
 
 
 def of_row(cache, row: int, length: int):

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
-from dflash_jax.decoding.widths import BINS
+from dflash_jax.decoding.widths import BINS, LENGTHS
 from dflash_jax.engine import lead, model_runner
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
@@ -303,7 +303,7 @@ def test_messages_are_small(pair):
     """Full batches go in a few bytes a slot."""
     dispatch = Dispatch(tuple(range(256)), (16,) * 256, 8, Speculation(16), 256)
     assert len(CODEC.encode((2**40, (), 1, "decode", (dispatch,)))) < 256 * 2 * 8 + 120
-    rates = np.ones((15, BINS), np.float32)
+    rates = np.ones((LENGTHS, 15, BINS), np.float32)
     priced = replace(dispatch, prices=(0.1,) * 256, rates=rates)
     assert len(CODEC.encode((2**40, (), 1, "decode", (priced,)))) < 256 * 3 * 9 + rates.nbytes + 120
     assert CODEC.decode(CODEC.encode(priced)) == priced

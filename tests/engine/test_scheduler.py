@@ -1,9 +1,12 @@
 """The engine's decisions, on a runner without a model."""
 
 import random
+from itertools import accumulate
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import turns
@@ -348,6 +351,103 @@ def test_the_longest_prefix_is_used_wherever_an_earlier_prompt_ended():
             run(e)
             assert r.tokens == expected(text, 5)
             assert r.cached == (0 if text is prompt else 1024 if len(text) < len(prompt) else cached)
+
+
+def prefills(e, requests) -> list[tuple]:
+    """Of each request, when its decoding begins: the chunks that computed its state, and those of its positions."""
+    found, decode = {}, e.runner.decode
+
+    def look(dispatch):
+        for slot in dispatch.slots:
+            row = e.runner.rows[slot]
+            found.setdefault(tuple(row.prompt), (row.chunks, e.runner.written(slot)[: len(row.prompt) - 1]))
+        return decode(dispatch)
+
+    e.runner.decode = look
+    for r in requests:
+        e.submit(r)
+    run(e)
+    e.runner.decode = decode
+    assert all(r.tokens == expected(r.prompt, r.params.max_tokens) for r in requests)
+    return [found[tuple(r.prompt)] for r in requests]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=12),
+    turns=st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 12), st.integers(-1, 1) | st.integers(2, 70), st.sampled_from([(), (1,), (1, 2)])),
+            min_size=1,
+            max_size=3,
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+    spacing=st.tuples(st.integers(1, 40), st.integers(0, 60)),
+    prefix_bytes=st.sampled_from([300, 10**6]),
+)
+def test_in_the_reproducible_mode_a_hit_has_the_chunks_of_a_cold_prefill(lengths, turns, spacing, prefix_bytes):
+    """Whatever was there: prompts that end anywhere in a conversation, go on after another one's end, or part."""
+    rng = random.Random(0)
+    messages = [[1, *(rng.randrange(3, VOCAB) for _ in range(n))] for n in lengths]
+    text, starts = [token for each in messages for token in each], [0, *accumulate(map(len, messages))]
+    options = {
+        "markers": frozenset([1]),
+        "cut_spacing": (spacing[0], sum(spacing)),
+        "prefill_sizes": (4, 16, 64),
+        "max_decode_batch": 1,
+    }
+    warm = engine(prefix_bytes=prefix_bytes, **options)
+    warm.runner.settings = Settings(8, aligned=True)
+    for ends in turns:
+        places = {max(starts[min(i, len(messages))] + n, 2): tail for i, n, tail in ends}
+        prompts = [[*text[:end], *tail] for end, tail in places.items()]
+        found = prefills(warm, [request(prompt, 1) for prompt in prompts])
+        for prompt, chunks in zip(prompts, found, strict=True):
+            cold = engine(prefix_bytes=0, **options)
+            cold.runner.settings = Settings(8, aligned=True)
+            (alone,) = prefills(cold, [request(prompt, 1)])
+            assert chunks == alone
+
+
+@pytest.mark.parametrize(
+    ("platform", "kernels", "aligned", "chunk", "shares"),
+    [
+        ("gpu", True, False, 4096, True),
+        # A cut at the first message after 512 tokens.
+        ("gpu", True, True, 512, False),
+        ("gpu", False, False, 1024, True),
+        ("tpu", False, False, 1024, True),
+        ("cpu", False, False, 256, False),
+    ],
+)
+def test_a_chat_of_100_messages_costs_what_its_tokens_cost(platform, kernels, aligned, chunk, shares):
+    """By programs of prefill, which take an accelerator a time of their own, whatever they hold."""
+    rng, marker = random.Random(4), 1
+
+    def message(length: int) -> list[int]:
+        return [marker, *(rng.randrange(4, VOCAB) for _ in range(length - 1))]
+
+    config = prefill_config(platform, kernels, aligned)
+    e = engine(slots=8, capacity=8192, prefix_bytes=10**8, markers=frozenset([marker]), **config)
+    e.runner.settings = Settings(8, aligned)
+    text = [*message(300), *(token for _ in range(100) for token in message(40))]
+
+    def programs(*prompts: list[int]) -> int:
+        e.runner.calls.clear()
+        for prompt in prompts:
+            e.submit(request(prompt, 1))
+        run(e)
+        return len(e.runner.calls)
+
+    # The first message has programs of its own; on a CPU a chunk that would be half empty is several.
+    allowed = -(-len(text) // chunk) + (8 if platform == "cpu" else 3)
+    assert programs(text) <= allowed
+    assert programs([*text, *message(40), *message(40)]) <= (6 if platform == "cpu" else 3)
+    # The next turns of eight chats: what is new of all of them, in as many programs as one of them takes.
+    turns = [[*text, *message(20)] for _ in range(8)]
+    assert programs(*turns) <= (3 if shares else 24)
 
 
 @pytest.mark.parametrize("aligned", [False, True])

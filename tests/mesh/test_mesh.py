@@ -1,4 +1,4 @@
-"""Runs `cases.py` and `weights.py` in a process of their own: the number of CPU devices is fixed when JAX starts."""
+"""Runs `cases.py` in a process of its own: the number of CPU devices is fixed when JAX starts."""
 
 import json
 import os
@@ -17,26 +17,14 @@ from dflash_jax.frontend.compare import divergence
 from dflash_jax.models.layers import output
 from dflash_jax.ops.backend import XLA
 from dflash_jax.parallel.sharding import AxisSharding, Layout
+from tests.helpers import flags_of_devices, run_on_eight_devices
 
 HERE = Path(__file__).parent
-FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"
 
 
 @pytest.mark.parametrize("chosen", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_eight_devices_give_the_tokens_of_one(chosen):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-m",
-        chosen,
-        str(HERE / "weights.py"),
-        str(HERE / "cases.py"),
-        f"--rootdir={HERE.parents[1]}",
-    ]
-    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS.format(8)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_on_eight_devices(HERE / "cases.py", chosen)
 
 
 def free_port() -> int:
@@ -53,7 +41,7 @@ def test_two_processes_speak_as_one(tmp_path):
     command = [sys.executable, "-m", "dflash_jax.generate", *options, "--mesh", "data=2,tensor=2", "--distributed"]
     environment = {
         **os.environ,
-        "XLA_FLAGS": FLAGS.format(2),
+        "XLA_FLAGS": flags_of_devices(2),
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",

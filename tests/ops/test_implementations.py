@@ -85,8 +85,8 @@ def write_cases(dtype=jnp.float32):
 
 
 def delta_cases():
-    for rows, tokens in ((1, 1), (3, 5), (2, 16), (2, 70)):
-        yield tuple(arguments.mixer(Source(tokens), rows, tokens, 1, 3, 16, 32)), {"eps": 1e-6}
+    for rows, tokens, keys in ((1, 1, 16), (3, 5, 128), (2, 16, 16), (2, 70, 16)):
+        yield tuple(arguments.mixer(Source(tokens), rows, tokens, 1, 3, keys, 32)), {"eps": 1e-6}
 
 
 def advance_cases():
@@ -104,6 +104,13 @@ def replay_cases():
         record = plain_delta(*args, 1e-6)[1]
         count = np.resize([tokens, 0, max(tokens - 2, 1), 1], rows)
         yield (args[2], arguments.spoilt(record, count), jnp.asarray(count, jnp.int32)), {}
+
+
+def layers_cases():
+    """Two layers, whose rows are in other places."""
+    for (state, record, n), options in replay_cases():
+        more = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else 2 * x, state)
+        yield ([state, more], [record, record], n), options
 
 
 def mixture_cases():
@@ -152,6 +159,13 @@ def linear_cases():
     rest = {"biases": [Source(4).normal(6, 16)], "residual": Source(5).normal(3, 1, 6, 16)}
     yield (linear.DeferredNorm(x, norm, 1e-6), weights), {"gelu": True, **rest}
     yield (linear.DeferredNorm(x + 3, norm, 1e-6, bias=Source(6).normal(192)), weights), rest
+
+
+def divided_cases():
+    for rows in (1, 3, 16):
+        heads, weight, squares = arguments.divided(Source(rows), rows, 8, 32, 48)
+        divided = linear.DeferredDivision(heads, squares, 1e-6)
+        yield (divided, (weight,)), {"contracted": 2, "residual": Source(9).normal(rows, 1, 48)}
 
 
 def packed_linear_cases():
@@ -209,6 +223,7 @@ def top_k_cases():
 
 OPERATIONS = {
     "linear": (linear.IMPLEMENTATIONS, linear_cases),
+    "divided linear": (linear.IMPLEMENTATIONS[2:], divided_cases),
     "packed linear": (linear.IMPLEMENTATIONS[:1], packed_linear_cases),
     "few bits linear": (linear.IMPLEMENTATIONS[:1], few_bits_linear_cases),
     "attention": (attention.IMPLEMENTATIONS, attention_cases),
@@ -219,6 +234,7 @@ OPERATIONS = {
     "gated_delta": (gated_delta.IMPLEMENTATIONS, delta_cases),
     "advance": (gated_delta.ADVANCES, advance_cases),
     "replay": (gated_delta.REPLAYS, replay_cases),
+    "replay_layers": (gated_delta.LAYERS_REPLAYS, layers_cases),
     "mixture": (moe.IMPLEMENTATIONS, mixture_cases),
     "packed mixture": (moe.IMPLEMENTATIONS[:1], packed_mixture_cases),
     "few bits mixture": (moe.IMPLEMENTATIONS[:1], few_bits_mixture_cases),
@@ -274,9 +290,10 @@ def test_an_implementation_is_its_reference(operation, name):
         return
     compared = 0
     for case, (args, options) in enumerate(cases_of(operation)):
-        supported = (b for b in BACKENDS if implementation.supports(b, *args, **options) is None)
-        if (backend := next(supported, None)) is None:
-            continue
+        with small_grids():
+            supported = (b for b in BACKENDS if implementation.supports(b, *args, **options) is None)
+            if (backend := next(supported, None)) is None:
+                continue
         compared += 1
         with interpreting(), small_grids():
             # In one program: operation by operation, most of the time goes into compilation.
@@ -299,6 +316,7 @@ PUBLIC = {
     "gated_delta": gated_delta.gated_delta,
     "advance": gated_delta.advance,
     "replay": gated_delta.replay,
+    "replay_layers": gated_delta.replay_layers,
     "mixture": moe.mixture,
     "block_convolution": block_convolution.block_convolution,
     "sampling_noise": sampling_noise.gumbel_noise,
@@ -330,7 +348,12 @@ def test_arguments_of_other_shapes_are_refused():
 
 
 def leaves(tree):
-    """Arrays of numbers: a state's rows are indices."""
+    """Arrays of numbers, heads after their division: a state's rows are indices."""
+
+    def is_deferred(x):
+        return isinstance(x, linear.DeferredDivision)
+
+    tree = jax.tree.map(lambda x: x.apply() if is_deferred(x) else x, tree, is_leaf=is_deferred)
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 

@@ -121,3 +121,20 @@ def test_a_cards_kernels_take_the_rows_that_they_may(form, run, rows):
     jax.eval_shape(partial(linear.logits, backend), jnp.zeros((33 if form != "fp8" else 17, 192), x.dtype), head)
     jax.eval_shape(partial(linear.logits, backend), x, jnp.zeros((75, 192), x.dtype))
     assert [(choice.op, choice.implementation) for choice in seen] == [("linear", "triton"), ("linear", "reference")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "tokens", "converts"),
+    [
+        (Backend.for_card(HOPPER, "all"), 65, True),
+        (Backend.for_card(HOPPER, "all"), 64, False),
+        (Backend.for_card(HOPPER), 65, False),
+        (XLA, 65, False),
+    ],
+)
+def test_with_all_kernels_a_card_converts_a_weight_before_the_product_of_many_tokens(backend, tokens, converts):
+    """A barrier keeps XLA from converting in the product, once for each tile of tokens."""
+    weight = few_bits.weight(np.random.default_rng(0), (32,), 64, 64, "fp8")
+    x = jnp.ones((tokens, 64), jnp.bfloat16)
+    traced = jax.make_jaxpr(lambda x, weight: linear.project(backend, x, weight))(x, jax.tree.map(jnp.asarray, weight))
+    assert ("optimization_barrier" in str(traced)) == converts

@@ -49,7 +49,9 @@ def test_a_weight_in_any_form_is_the_array_that_it_stands_for(
     matrix, x = weight.reshape(-1, size), rng.standard_normal((tokens, size)).astype(np.float32)
     right = x @ expected.reshape(-1, size).T
     scale = np.abs(x) @ np.abs(expected.reshape(-1, size)).T
-    assert (np.abs(matrix.matmul(jnp.asarray(x)) - right) <= 1e-5 * scale + 1e-6).all()
+    for converts_first in (False, True):
+        found = matrix.matmul(jnp.asarray(x), converts_first=converts_first)
+        assert (np.abs(found - right) <= 1e-5 * scale + 1e-6).all()
 
 
 @pytest.mark.parametrize("code", CODES)

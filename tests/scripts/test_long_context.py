@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dflash_jax.benchmarking.store import read_record
 from dflash_jax.errors import InputError
 from dflash_jax.ops.cache import KVCache
 from tests.engine import mock_runner
@@ -112,3 +113,46 @@ def test_the_tables_have_a_line_for_every_row_and_pool(rows, setups):
 def test_a_value_that_is_too_small_is_refused(option, value, capsys):
     assert long_context.main([f"--{option.replace('_', '-')}", value]) == 2
     assert option in capsys.readouterr().err
+
+
+def test_predictions_are_the_recorded_rounds_where_they_were_measured():
+    model, shapes = long_context.RoundModel.of_record(), long_context.system_shapes("qwen3.6-35b-a3b")
+    for row, block, context in (
+        ("batch 1, width 1, context 2048, 8 experts", 1, 2048),
+        ("batch 1, width 16, context 2048, 102 experts", 16, 2048),
+        ("batch 1, width 16, context 8192, 102 experts", 16, 8192),
+    ):
+        measured = read_record(long_context.RECORD)["points"][row]
+        assert 1e3 * model.seconds(shapes, "h200", block, context) == pytest.approx(measured["round_ms"], rel=1e-6)
+        # Experts that were counted, and the shapes' own.
+        assert sum(long_context.bytes_of_round(shapes, block, context)) == pytest.approx(
+            1e9 * measured["gb_a_round"], rel=2e-3
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3-coder-30b-a3b"])
+def test_predicted_rounds_grow_with_context_and_block_and_not_with_a_window(name):
+    model, shapes = long_context.RoundModel.of_record(), long_context.system_shapes(name)
+    window = long_context.own_window(shapes)
+    for card in long_context.CARDS:
+        for context in long_context.LONG:
+            rounds = [model.seconds(shapes, card, block, context) for block in (1, *long_context.BLOCKS)]
+            assert rounds == sorted(rounds)
+            seen = [model.seconds(shapes, card, block, context, window) for block in (1, *long_context.BLOCKS)]
+            # Windows have whole pages.
+            assert all(a <= 1.001 * b for a, b in zip(seen, rounds, strict=True))
+            assert seen[0] == rounds[0], "a plain step has no drafter"
+            assert model.seconds(shapes, card, 16, 2 * context) > rounds[-1]
+            assert replace(model, context=0.7).seconds(shapes, card, 16, context) < rounds[-1]
+
+
+def test_the_table_of_predictions_says_that_it_is_one(capsys):
+    assert long_context.main(["--predict", "qwen3.6-35b-a3b", "--devices", "H200"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Predicted, not measured")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| qwen")]
+    assert len(rows) == 2 * len(long_context.LONG)
+    for row in rows:
+        plain, sixteen, pays = float(row[3]), float(row[6]), float(row[9])
+        assert pays == pytest.approx(sixteen / plain, abs=0.01)
+    assert long_context.main(["--predict", "nothing"]) == 2

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,12 +37,38 @@ from tools import compile_kernels
 compile_kernels.prepare()
 from pathlib import Path
 from triton.backends.nvidia import compiler
-from dflash_jax.ops.kernels.triton import launch
+from dflash_jax.ops.kernels.triton import call, launch
 launch.assemblers = lambda: [Path(compiler.__file__).parent / "bin/ptxas"]
-compile_kernels.PTX_VERSION = int(sys.argv[1]) or launch.ptx_version(80)
+call.PTX_VERSION = int(sys.argv[1]) or launch.ptx_version(80)
 compiler.get_ptxas = lambda arch: compiler.knobs.nvidia.ptxas
 compiler.ptx_get_version = lambda release: 90
 print(json.dumps(compile_kernels.compiled(json.loads(sys.argv[2]), 90)))
+"""
+
+DEPENDENT = """
+import json, sys
+from tools import compile_kernels
+compile_kernels.prepare()
+for launch in json.load(sys.stdin):
+    made = compile_kernels.compile_launch(launch, int(sys.argv[1]))
+    print(json.dumps({"kernel": launch["kernel"], "ptx": made.asm["ptx"]}))
+"""
+# What reads or writes the card's memory.
+MEMORY = re.compile(r"\b(ld\.global|st\.global|atom|red\.global|cp\.async(?!\.bulk\.prefetch)|st\.async|ldu|tma)\b")
+GLUON = """
+import json
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from dflash_jax.ops.kernels.triton.call import compile_kernel
+
+@gluon.jit
+def double(x, y, LEN: gl.constexpr):
+    i = gl.arange(0, LEN, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(y + i, 2 * gl.load(x + i))
+
+made = compile_kernel(double, ["float32", "float32"], {"LEN": 128}, 4, 3, 90)
+is_elf = made.asm["cubin"][:4] == b"\\x7fELF"
+print(json.dumps({"name": made.metadata.name, "threads": 32 * made.metadata.num_warps, "is elf": is_elf}))
 """
 
 
@@ -110,4 +137,25 @@ def test_an_old_assembler_reads_the_ptx_that_is_asked_for():
     (read,) = python(ASSEMBLED, "0", json.dumps(row))
     (refused,) = python(ASSEMBLED, "90", json.dumps(row))
     assert "failed" not in read
-    assert "Unsupported .version" in refused["failed"]
+    assert "version 9.0; current version is" in refused["failed"]
+
+
+def test_kernels_of_gluon_are_compiled_too(tmp_path):
+    # Triton reads a kernel's source from its file.
+    (tmp_path / "gluon_kernel.py").write_text(GLUON)
+    (made,) = python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gluon_kernel")
+    assert made == {"name": "double", "threads": 128, "is elf": True}
+
+
+@pytest.mark.parametrize("capability", ["90", "100"])
+def test_dependent_kernels_touch_no_memory_before_they_wait(capability):
+    """But for prefetches of weights. Every program waits: no branch and no exit comes before."""
+    rows = {row["kernel"]: row for row in RECORD["cards"][capability] if "DEPENDENT" in row["meta"]}
+    assert len(rows) >= 14
+    launched = [row | {"meta": row["meta"] | {"DEPENDENT": True}} for row in rows.values()]
+    for made in python(DEPENDENT, capability, stdin=json.dumps(launched)):
+        body = made["ptx"].partition("griddepcontrol.wait")
+        assert body[1], made["kernel"]
+        assert not MEMORY.search(body[0]), made["kernel"]
+        assert not re.search(r"\bret;|\bbra\b", body[0]), made["kernel"]
+        assert body[2].count("griddepcontrol.wait") == 0, made["kernel"]

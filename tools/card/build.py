@@ -1,6 +1,6 @@
 """All kernel launches of three systems: recorded without a card, built and launched on one.
 
-    python -m tools.card.build CAPABILITY SHARED_MEMORY
+    python -m tools.card.build CAPABILITY SHARED_MEMORY MULTIPROCESSORS
 
 prints the launches, a JSON object a line: what `scripts/card/check.py` runs in a process of its own, for a system over
 eight devices is traced on eight CPU devices.
@@ -13,26 +13,28 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
+from dflash_jax.ops.card import HOPPER, Card
 
-def record(capability: int, shared_memory: int) -> None:
+
+def record(capability: int, shared_memory: int, multiprocessors: int) -> None:
     """Prints each launch of the systems of `compile_kernels` for a card once."""
-    from dflash_jax.ops.card import Card
     from tools import compile_kernels
 
     compile_kernels.prepare()
 
-    seen = set()
+    card, seen = Card(capability, shared_memory, multiprocessors), set()
     for config, mesh in compile_kernels.SYSTEMS.items():
-        for launch in compile_kernels.launches(config, mesh, Card(capability, shared_memory), shapes=True):
+        for launch in compile_kernels.launches(config, mesh, card, shapes=True):
             if (text := json.dumps(launch)) not in seen:
                 seen.add(text)
                 print(json.dumps(launch | {"system": config}), flush=True)
 
 
-def recorded(capability: int, shared_memory: int) -> list[dict]:
+def recorded(card: Card) -> list[dict]:
     """The lines that `record` prints in another process, since the JAX of this one has a card."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tools.card.build", str(capability), str(shared_memory)]
+    numbers = card.capability, card.shared_memory, card.multiprocessors
+    command = [sys.executable, "-m", "tools.card.build", *map(str, numbers)]
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     return [json.loads(line) for line in output.splitlines()]
 
@@ -74,11 +76,9 @@ def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:
     """The cases: launches that are built and run on a card, or built for Hopper without one."""
     import jax
 
-    from dflash_jax.ops.card import HOPPER, Card
-
     card = Card.of_device(jax.devices()[0]) if on_card else HOPPER
     count: dict[str, int] = {}
-    for launch in recorded(card.capability, card.shared_memory):
+    for launch in recorded(card):
         what = f"{launch['kernel'].partition('.')[2]} of {launch['system']}"
         count[what] = number = count.get(what, 0) + 1
         name = f"{what}, form {number}"

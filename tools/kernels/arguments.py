@@ -225,6 +225,13 @@ def block_convolution(source, blocks, width, hidden, taps, group, dtype=jnp.floa
     return _placed((DeferredNorm(x, norm, 1e-6), projection, source.draw(taps, hidden, dtype=dtype)))
 
 
+def divided(source, rows, heads, size, outputs, dtype=jnp.float32, parts=4):
+    """(heads [rows, 1, heads, size], weight [outputs, heads, size], squares) of `ops.linear.linear` of heads."""
+    x, weight = source.draw(rows, 1, heads, size, dtype=dtype), source.draw(outputs, heads, size, dtype=dtype)
+    squares = source.draw(rows, 1, heads, parts) ** 2 * size
+    return _placed((x, (weight * (heads * size) ** -0.5).astype(dtype), squares))
+
+
 def projections(source, rows, hidden, outputs, quantized=None, dtype=jnp.float32):
     """(x [rows, 1, hidden], norm, weights) of `ops.linear.linear`; of several weights the last one is an array.
 

@@ -37,6 +37,7 @@ from tools.kernels.comparisons import (
     products,
     replaying,
     rotation,
+    tested_card,
     writing,
 )
 
@@ -168,6 +169,7 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
             (attention, {"heads": "draft", "mask": "open"}),
             (delta, {}),
             (replaying, {}),
+            (replaying, {"layers": 30}),
             (mixtures, {}),
             (rotation, {"heads": "target"}),
             (rotation, {"heads": "draft"}),
@@ -183,6 +185,9 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         yield named(delta, rows, tokens, BF16)
     for rows, tokens in sizes.all(BF16):
         yield named(prefilling if tokens > 16 else replaying, rows, tokens, BF16)
+    # Of 30 layers in two launches.
+    for rows, tokens, dtype, layers in ((1, 16, BF16, 30), (1, 1, BF16, 30), (7, 5, BF16, 2), (1, 16, F32, 2)):
+        yield named(replaying, rows, tokens, dtype, layers=layers)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16)
     for rows, tokens in sizes.all(BF16):
@@ -216,6 +221,8 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
     yield named(writing, 7, 5, FP8)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16, quantized="fp8")
+    for rows, tokens in (*sizes.few(BF16), sizes.all(BF16)[-1]):
+        yield named(mixtures, rows, tokens, BF16, quantized="fp8", one_scale=True)
     for rows, tokens in sizes.all(F32):
         yield named(mixtures, rows, tokens, F32)
     for rows in (1, 7, 16):
@@ -230,6 +237,13 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         for rows in (1, 16):
             yield named(products, rows, 1, BF16, weights="inputs of attention", quantized=form)
             yield named(products, rows, 1, BF16, weights="gated", quantized=form)
+    if tested_card().reads_shared:
+        long = {"kernel": "triton, long contexts"}
+        for rows, tokens in sizes.few(BF16):
+            yield named(attention, rows, tokens, BF16, heads="target", mask="causal", **long)
+        yield named(attention, 1, 16, BF16, heads="draft", mask="open", **long)
+        yield named(attention, 7, 5, BF16, heads="draft", mask="open", window=window, **long)
+        yield named(attention, 1, 16, BF16, heads="target", mask="causal", cached="fp8", **long)
     if fp4_backend() is not None:
         fp4 = {"quantized": "nvfp4", "activations": "fp4 activations"}
         for rows, tokens in sizes.all(BF16)[:4]:

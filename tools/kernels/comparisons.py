@@ -125,7 +125,9 @@ def kernel_of(
     return partial(next(each.call for each in implementations if each.name == name), backend or on_card())
 
 
-def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None) -> Comparison:
+def attention(
+    source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0, cached=None, kernel="triton"
+) -> Comparison:
     """Attention over a cache and a block, with keys and values in ``dtype`` or, ``cached`` "fp8", in FP8."""
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
@@ -138,7 +140,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
     }[mask]
     both = source.normal(rows, tokens, n, 2, dim, dtype=dtype) if mask == "causal" else None
 
-    definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS)
+    definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS, kernel)
 
     def permuted(args, order):
         q, k, v, block_mask, cache, length, bounds, both = args
@@ -250,14 +252,23 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     return Comparison(dtype, kernel, definition, (spoilt, *args[1:], n), permuted, plain=(*args, n))
 
 
-def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    """Replay of a record."""
+def replaying(source, sizes: Sizes, rows, tokens, dtype, layers=0) -> Comparison:
+    """Replay of a record; of so many ``layers`` together, whose states differ, where there are any."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     _, record = jax.jit(partial(gated_delta.reference, XLA, eps=1e-6))(*args)
     count = np.arange(tokens, tokens + rows) % (tokens + 1)
     state, record = arguments.poisoned(args[2]), arguments.spoilt(record, count)
 
+    def of_layers(replay_layers, state, record, n):
+        states = [replace(state, recurrent=state.recurrent * (1 + i / 8)) for i in range(layers)]
+        after = replay_layers(states, [record] * layers, n)
+        recurrent, conv = (jnp.stack(x) for x in zip(*((s.recurrent, s.conv_inputs) for s in after), strict=True))
+        return replace(state, recurrent=recurrent, conv_inputs=conv)
+
     definition, kernel = partial(gated_delta.replay_reference, XLA), kernel_of(gated_delta.REPLAYS)
+    if layers:
+        definition = partial(of_layers, partial(gated_delta.replay_layers_reference, XLA))
+        kernel = partial(of_layers, kernel_of(gated_delta.LAYERS_REPLAYS))
 
     def permuted(args, order):
         state, record, n = args
@@ -319,12 +330,15 @@ def convolutions(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def mixtures(
-    source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None
+    source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None, one_scale=False
 ) -> Comparison:
-    """Mixtures of experts; ``activations`` as in `products`."""
+    """Mixtures of experts; ``activations`` as in `products`.
+
+    ``one_scale``: each output has one, as all kernels take it.
+    """
     count, top, features, hidden = sizes.experts
     n = rows * tokens
-    scales = (quantized, features // sizes.run) if quantized else None
+    scales = (quantized, 1 if one_scale else features // sizes.run) if quantized else None
     idle = n // 5
     *args, options = arguments.experts(
         source, n, top, count, features, hidden, idle, scales, None if routed_only else features, rows != 7, dtype
@@ -349,7 +363,8 @@ def mixtures(
         return x[order], logits[order], live[order], first, gate_up, down, shared, None if rest is None else rest[order]
 
     if activations is None:
-        kernel, backend = kernel_of(moe.IMPLEMENTATIONS), XLA
+        kernel = kernel_of(moe.IMPLEMENTATIONS, backend=replace(on_card(), kernels="all") if one_scale else None)
+        backend = XLA
     else:
         kernel = kernel_of(moe.IMPLEMENTATIONS, "triton, FP4", fp4_backend())
         backend = replace(XLA, fp4_activations=True)

@@ -12,17 +12,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.cache import FP8, Bounds, KVCache
 from dflash_jax.ops.card import KIB, OLDEST_FP8, Card
+from dflash_jax.ops.kernels.triton.dependent import wait_for_inputs
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
-# Programs that keep an accelerator busy, and the most splits of a context: further splits cost more to join than they
-# save (H200).
+# Programs that keep an H200 busy (`Card.scaled` on others), and the most splits of a context: further splits cost more
+# to join than they save.
 PROGRAMS, MAX_SPLITS = 264, 32
 # Query rows of a program (for up to FEW_TOKENS new tokens, and for more), context positions of a loop step (both are
 # reduced where the card's shared memory is too small), warps (for fewer than 64 rows, and for more) and stages.
 ROWS, FEW_TOKENS, POSITIONS, WARPS, STAGES = (64, 128), 64, 128, (4, 8), 2
 # Numbers of a step's keys in FP8 from which a program of few rows has as many warps as one of 64.
 WIDE_STEP = 64 * 256
+# Long contexts: stages of the loop, steps whose keys and values shared memory has at once then, and positions of a part
+# at least. With `STAGES` a step is asked for when the one before it has ended, since its address comes from the page
+# table: nothing is in flight while a step computes. From five stages on the next step is.
+LONG_STAGES, LONG_BUFFERS, LONG_PART = 5, 3, 64
+# Its programs on an H200: one a multiprocessor.
+LONG_PROGRAMS = 132
+# Columns of a query that a program of `_join` has where there are more than `MAX_SPLITS` parts.
+COLUMNS = 64
 # Supported head sizes, and the most tokens whose queries and keys are normed, rotated and written by these kernels.
 HEAD_SIZES, MAX_TOKENS = (16, 32, 64, 128, 256), 512
 
@@ -54,7 +63,14 @@ def _attend(
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    LEAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One part of the context, for BM query rows of one KV head; the last part has the new tokens, too.
+
+    Parts have LEAST positions or more, and the values of one that sees no key are not written; LEAST 0: parts are of
+    any size and all are written.
+    """
+    wait_for_inputs(DEPENDENT)
     b = tl.program_id(0) // KH
     head = tl.program_id(0) % KH
     split = tl.program_id(1)
@@ -79,6 +95,8 @@ def _attend(
     skip_size = tl.load(skipped + b) * PAGE
     used = tl.maximum(tl.minimum(tl.load(length + b), PAGES * PAGE) - skip_size, 0)
     split_size = tl.cdiv(tl.cdiv(used, SPLITS), BS) * BS
+    if LEAST > 0:
+        split_size = tl.maximum(split_size, LEAST)
     end = tl.minimum((split + 1) * split_size, used)
     for start in range(split * split_size, end, BS):
         place = start + tl.arange(0, BS)
@@ -116,6 +134,8 @@ def _attend(
     out = (tl.program_id(0) * SPLITS + split) * T * R + m
     tl.store(max_out + out, running_max, mask=live)
     tl.store(total_out + out, total, mask=live)
+    if LEAST > 0:
+        live = live & (total > 0.0)
     tl.store(acc_out + out[:, None] * D + d[None, :], acc, mask=live[:, None])
 
 
@@ -123,19 +143,29 @@ def _attend(
 def _join(
     maxima, total, acc, gate, y,
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, COLUMNS: tl.constexpr, SPARSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of one query into one softmax and applies its gate."""
+    """Joins the splits of one query into one softmax and applies its gate, for COLUMNS of its D values.
+
+    SPARSE: splits that see no key have no values.
+    """
+    wait_for_inputs(DEPENDENT)
     program = tl.program_id(0)
     pair, m = program // (T * R), program % (T * R)
     b, t, n = pair // KH, m // R, pair % KH * R + m % R
     s = tl.arange(0, SP)
-    d = tl.arange(0, D)
+    d = tl.arange(0, COLUMNS)
+    if COLUMNS < D:
+        d += tl.program_id(1) * COLUMNS
     offset = (pair * SPLITS + s) * T * R + m
-    maximum = tl.load(maxima + offset, mask=s < SPLITS, other=-1e30)
+    written = s < SPLITS
+    maximum = tl.load(maxima + offset, mask=written, other=-1e30)
     weight = tl.exp(maximum - tl.max(maximum, axis=0))
-    weight = weight / tl.sum(weight * tl.load(total + offset, mask=s < SPLITS, other=0.0), axis=0)
-    values = tl.load(acc + offset[:, None] * D + d[None, :], mask=(s < SPLITS)[:, None], other=0.0)
+    totals = tl.load(total + offset, mask=written, other=0.0)
+    weight = weight / tl.sum(weight * totals, axis=0)
+    if SPARSE:
+        written = totals > 0.0
+    values = tl.load(acc + offset[:, None] * D + d[None, :], mask=written[:, None], other=0.0)
     joined = tl.sum(values * weight[:, None], axis=0)
     query = (b * T + t) * KH * R + n
     if GATED:
@@ -147,9 +177,10 @@ def _join(
 def _rotate(
     q, k, q_norm, k_norm, cos, sin, q_out, k_out,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates one head of one token's queries or keys."""
+    wait_for_inputs(DEPENDENT)
     token, head = tl.program_id(0) // (N + KH), tl.program_id(0) % (N + KH)
     d = tl.arange(0, D)
     source, norm, target = q + (token * N + head) * HALVES * D, q_norm, q_out + (token * N + head) * D
@@ -173,9 +204,10 @@ def _rotate(
 def _write(
     k_cache, v_cache, table, k, v, rows, positions,
     T: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
-    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr,
+    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes one head of one token's key and value to its page; out-of-range rows, positions and pages are padding."""
+    wait_for_inputs(DEPENDENT)
     token, head = tl.program_id(0) // KH, tl.program_id(0) % KH
     row = tl.load(rows + token // T).to(tl.int64)
     position = tl.load(positions + token)
@@ -274,7 +306,24 @@ def _why_not_read(card: Card, k: Array) -> str | None:
     return None if is_read else f"sm_{card.capability} does not read float8"
 
 
-def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tuple[int, int]:
+def why_not_long(card: Card, q: Array, k: Array) -> str | None:
+    """The reason why `attend_long_triton` does not support queries ``q`` [B, T, N, D] and keys ``k``, or None."""
+    if not card.reads_shared:
+        return f"sm_{card.capability}: the kernel's parts are for Hopper and data-centre Blackwell"
+    rows, most = q.shape[1] * q.shape[2] // k.shape[2], _most_rows(q.shape[3] * q.dtype.itemsize, ROWS[1])
+    if q.shape[1] > FEW_TOKENS or rows > most:
+        return f"{q.shape[1]} tokens are {rows} query rows of a KV head: one program has {most} at most"
+    return why_not(card, k)
+
+
+def _most_rows(bytes_of_row: int, rows: int) -> int:
+    """Query rows of a program at most, of which ``rows`` are for rows of 512 bytes."""
+    return rows * 512 // max(bytes_of_row, 512)
+
+
+def tile_sizes(
+    rows: int, positions: int, bytes_of_row: int, card: Card, buffers: int | None = None, least_rows: int = 64
+) -> tuple[int, int]:
     """Reduces a program's tile until the card's shared memory has room for it.
 
     Triton keeps the queries and one step's keys and values in shared memory. On Hopper and data-centre Blackwell, whose
@@ -285,20 +334,24 @@ def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tupl
         positions: Context positions of a step at most.
         bytes_of_row: Bytes of one query, key or value.
         card: The card.
+        buffers: Steps whose keys and values shared memory has at once; None: those of `STAGES`.
+        least_rows: Rows from which positions are reduced first.
 
     Returns:
         Query rows and positions.
     """
+    if buffers is None:
+        buffers = STAGES if card.reads_shared else STAGES - 1
 
     def needed_bytes() -> int:
-        keys_and_values = 2 * positions * bytes_of_row * (STAGES if card.reads_shared else STAGES - 1)
+        keys_and_values = 2 * positions * bytes_of_row * buffers
         # Weights have the dtype of values: 4 bytes at most.
         weights = 0 if card.reads_shared else 4 * rows * positions
         return rows * bytes_of_row + keys_and_values + weights
 
     # 1 KiB is for barriers.
     while needed_bytes() + KIB > card.shared_memory and max(rows, positions) > 16:
-        rows, positions = (rows // 2, positions) if rows > 64 or positions <= 16 else (rows, positions // 2)
+        rows, positions = (rows // 2, positions) if rows > least_rows or positions <= 16 else (rows, positions // 2)
     return rows, positions
 
 
@@ -314,16 +367,50 @@ def attend_triton(
     gate: Float[Array, "B T N 2 D"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """`ops.attention.attention`, with the card in place of the backend; ``cache`` and ``bounds`` are required."""
+    return _attend_in_parts(card, q, k, v, mask, cache, length, bounds, gate, False)
+
+
+def attend_long_triton(
+    card: Card,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    mask: Bool[Array, "..."] | None,
+    cache: KVCache,
+    length: Int[Array, " B"],
+    bounds: Bounds,
+    gate: Float[Array, "B T N 2 D"] | None = None,
+) -> Float[Array, "B T N D"]:
+    """`attend_triton` for long contexts: each key is read once, by one of as many programs as the card can run at once.
+
+    A KV head's query rows are one program's, so that no key goes to two multiprocessors, and the keys of the next step
+    are in flight while a step computes.
+    """
+    return _attend_in_parts(card, q, k, v, mask, cache, length, bounds, gate, True)
+
+
+def _attend_in_parts(
+    card: Card,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    mask: Bool[Array, "..."] | None,
+    cache: KVCache,
+    length: Int[Array, " B"],
+    bounds: Bounds,
+    gate: Float[Array, "B T N 2 D"] | None,
+    is_long: bool,
+) -> Float[Array, "B T N D"]:
     b, t, n, d = q.shape
     heads = k.shape[2]
-    maxima, total, acc = _partial_softmaxes(card, q, heads, (k, v), mask, cache, length, bounds)
+    maxima, total, acc = _partial_softmaxes(card, q, heads, (k, v), mask, cache, length, bounds, is_long)
     splits = maxima.shape[2]
-    padded_splits = next_power_of_two(splits)
+    padded_splits, columns = next_power_of_two(splits), d if splits <= MAX_SPLITS else min(d, COLUMNS)
     (y,) = triton_call(
         card, _join, [maxima, total, acc, q if gate is None else gate], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        (b * t * n,),
-        num_warps=4 if padded_splits * d >= 2048 else 1, T=t, KH=heads, R=n // heads, D=d, SPLITS=splits,
-        SP=padded_splits, GATED=gate is not None,
+        (b * t * n,) if columns == d else (b * t * n, d // columns),
+        num_warps=4 if padded_splits * columns >= 2048 else 1, T=t, KH=heads, R=n // heads, D=d, SPLITS=splits,
+        SP=padded_splits, GATED=gate is not None, COLUMNS=columns, SPARSE=is_long,
     )  # fmt: skip
     return y
 
@@ -370,6 +457,7 @@ def _partial_softmaxes(
     cache: KVCache,
     length: Int[Array, " B"],
     bounds: Bounds,
+    is_long: bool = False,
 ) -> tuple[Array, ...]:
     """The splits' softmaxes.
 
@@ -382,22 +470,28 @@ def _partial_softmaxes(
         cache: The context.
         length: As in `attend_triton`.
         bounds: As in `attend_triton`.
+        is_long: As `attend_long_triton` describes it.
 
     Returns:
         Largest score and sum of weights, float32 [B, K, splits, T R], and weighted values, [B, K, splits, T R, D].
+        Where ``is_long``, the values of a split that sees no key are arbitrary.
     """
     b, t, n, d = q.shape
     k, v = (q, q) if new is None else new
     group = n // heads
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
-    block = max(16, min(ROWS[t > FEW_TOKENS] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
+    block = max(16, min(_most_rows(bytes_of_row, ROWS[is_long or t > FEW_TOKENS]), 1 << (m - 1).bit_length()))
     step = min(POSITIONS, POSITIONS * 256 // bytes_of_row, cache.page_size)
-    block, positions = tile_sizes(block, step, bytes_of_row, card)
+    kept = (LONG_BUFFERS, block) if is_long else ()
+    block, positions = tile_sizes(block, step, bytes_of_row, card, *kept)
     tiles = -(-m // block)
     # Splits do not depend on the capacity, which other requests may raise: in a batch and block of one shape a context
     # is always split the same way.
-    splits = max(1, min(PROGRAMS // (b * heads * tiles), MAX_SPLITS))
+    splits = max(1, min(card.scaled(PROGRAMS) // (b * heads * tiles), MAX_SPLITS))
+    if is_long:
+        # One program a multiprocessor, whose shared memory the steps in flight fill.
+        splits = max(1, card.scaled(LONG_PROGRAMS) // (b * heads * tiles))
     if mask is None:
         block_mask = jnp.zeros((1, 1, 1), jnp.int8)
     else:
@@ -410,9 +504,9 @@ def _partial_softmaxes(
     is_wide = block >= 64 or (cache.k.dtype == FP8 and positions * d >= WIDE_STEP)
     return triton_call(
         card, _attend, [q, k, v, block_mask, *context, *seen], out, (b * heads, splits, tiles),
-        num_warps=WARPS[is_wide], num_stages=STAGES,
+        num_warps=WARPS[is_wide], num_stages=LONG_STAGES if is_long else STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.table.shape[0], PAGES=cache.table.shape[1],
         LAST_PAGE=cache.k.shape[0] - 1, PAGE=cache.page_size, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
         BM=block, BS=positions, BT=0 if new is None else min(positions, max(16, next_power_of_two(t))),
-        CAUSAL=mask is None, PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
+        CAUSAL=mask is None, PRECISION="ieee" if q.dtype == jnp.float32 else "tf32", LEAST=LONG_PART if is_long else 0,
     )  # fmt: skip

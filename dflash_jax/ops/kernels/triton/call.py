@@ -2,10 +2,6 @@
 
 `launcher.cc` is the call. XLA has one node for it in its graph of a loop, where each launch through jax-triton has a
 node of its own, and a kernel may begin while the one before it ends.
-
-Compared on 27 November 2026: jax-tvm-ffi 0.1.3 needs a function of C++ for what is launched and cannot set the
-attributes of dependent launches; cutlass.jax takes kernels of CuTe DSL; jax-triton 0.4.1 launches one kernel a call and
-cannot be traced by jax 0.12.
 """
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
@@ -148,7 +144,7 @@ def compile_kernel(
     """Compiles a kernel with Triton and its assembler.
 
     Args:
-        kernel: A `triton.jit` function.
+        kernel: A `triton.jit` function, or one of Gluon.
         dtypes: JAX's names of the dtypes of its arrays, arguments and results.
         meta: Values of its constants.
         num_warps: Warps of a program.
@@ -163,6 +159,7 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = list(kernel.arg_names)
     signature = {name: f"*{KINDS[dtype]}" for name, dtype in zip(names, dtypes, strict=False)}
@@ -177,7 +174,7 @@ def compile_kernel(
         # Fused multiply-add is set explicitly: Triton's default changes with its version.
         "enable_fp_fusion": True,
     }
-    source = ASTSource(kernel, signature, meta, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, meta, attributes)
     with knobs.compilation.scope():
         # Lines of sources are two thirds of a cubin, and each call has its own.
         knobs.compilation.disable_line_info = True

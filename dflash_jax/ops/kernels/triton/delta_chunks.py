@@ -21,8 +21,8 @@ from dflash_jax.ops.kernels.triton.tiles import log_decay_of, next_power_of_two,
 
 # Tokens of a chunk.
 CHUNK = 64
-# Programs of `_chunks`: as many as Hopper's cards have multiprocessors. Values of a head in each: least and most.
-PROGRAMS, VALUES = 132, (32, 64)
+# Values of a head in each program of `_chunks`, least and most: as few as leave each multiprocessor one program.
+VALUES = 32, 64
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def from_chunk_to_chunk(
     count, b, g, r, m, dk = q.shape
     dv, heads, is_recorded = u.shape[-1], b * g * r, valid is None
     values = min(dv, VALUES[1])
-    while values > VALUES[0] and 2 * heads * dv // values <= PROGRAMS:
+    while values > VALUES[0] and 2 * heads * dv // values <= card.multiprocessors:
         values //= 2
     shape = (b, tokens, g, r, dv)
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape if is_recorded else (1,))]

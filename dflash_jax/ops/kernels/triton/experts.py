@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.ops.card import Card
+from dflash_jax.ops.card import KIB, Card
+from dflash_jax.ops.kernels.triton.dependent import wait_for_inputs
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.routing import aligned
 from dflash_jax.ops.kernels.triton.tiles import (
@@ -33,6 +34,10 @@ from dflash_jax.ops.weights import QuantizedWeight
 # By the rows of a block: outputs of a program of `_gate_up` (which computes two products for each) and of `_down`,
 # warps, stages, and bytes of a row's inputs in a step.
 TILES = {16: (64, 64, 4, 4, 256), 32: (64, 64, 4, 4, 256), 64: (64, 64, 4, 3, 256), 128: (128, 256, 8, 3, 128)}
+# What no card has run: outputs of a program of `_down` by the rows of a block, which halve the reads of its inputs; and
+# programs of a multiprocessor for blocks of fewer than 128 rows. While one finds out its rows and stores its results,
+# which takes about a sixth of its time, the other one reads.
+UNTRIED_DOWN, UNTRIED_PROGRAMS = {64: 128}, 2
 # For one token, without matrix products: outputs of a program, warps, and warps for quantized weights.
 GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
 # More choices are left to XLA, whose arrays are of the experts' size and not of the choices'.
@@ -80,9 +85,10 @@ def _gate_up(
     x, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, h,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, AFTER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes h [S, F] = silu(gate · x) · (up · x)."""
+    """Computes h [S, F] = silu(gate · x) · (up · x). ``AFTER``: the sums are scaled, not their terms."""
+    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     is_used, e, token, place = block_plan(
         chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED
@@ -99,9 +105,15 @@ def _gate_up(
             offset = token[:, None] * H + inner + tl.arange(0, BH)[None, :]
             a = tl.load(x + offset, mask=(place < C + N)[:, None], other=0.0)
             w, s = tile(weight, weight_scale, weight_more, row, inner, H, FORM, BF, BH, x.dtype.element_ty)
-            gate += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+            product = tl.dot(a, tl.trans(w), input_precision=PRECISION)
+            gate += product if AFTER else product * s
             w, s = tile(weight, weight_scale, weight_more, row + F, inner, H, FORM, BF, BH, x.dtype.element_ty)
-            up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+            product = tl.dot(a, tl.trans(w), input_precision=PRECISION)
+            up += product if AFTER else product * s
+        if AFTER:
+            # The numbers are not read again: the compiler leaves out what nothing uses.
+            gate *= tile(weight, weight_scale, weight_more, row, 0, H, FORM, BF, BH, x.dtype.element_ty)[1]
+            up *= tile(weight, weight_scale, weight_more, row + F, 0, H, FORM, BF, BH, x.dtype.element_ty)[1]
         activated = gate / (1.0 + tl.exp(-gate)) * up
         block_row = block * M + tl.arange(0, M)
         tl.store(h + block_row[:, None].to(tl.int64) * F + f[None, :], activated.to(h.dtype.element_ty))
@@ -112,9 +124,10 @@ def _down(
     h, values, scale, more, shared, shared_scale, shared_more, chosen, weights, order, block_expert, blocks, y,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, AFTER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes y [C + N, H] = down · h: the choices' rows in their order, then the shared expert's."""
+    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     is_used, e, _, place = block_plan(chosen, weights, order, block_expert, blocks, block, C, N, TOP, TP, M, SB, SORTED)
     if is_used:
@@ -127,7 +140,10 @@ def _down(
         for inner in range(0, F, BF):
             a = tl.load(h + block_row[:, None] * F + inner + tl.arange(0, BF)[None, :])
             w, s = tile(weight, weight_scale, weight_more, e * H + n, inner, F, FORM, BN, BF, h.dtype.element_ty)
-            total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+            product = tl.dot(a, tl.trans(w), input_precision=PRECISION)
+            total += product if AFTER else product * s
+        if AFTER:
+            total *= tile(weight, weight_scale, weight_more, e * H + n, 0, F, FORM, BN, BF, h.dtype.element_ty)[1]
         offset = place[:, None].to(tl.int64) * H + n[None, :]
         tl.store(y + offset, total.to(y.dtype.element_ty), mask=(place < C + N)[:, None])
 
@@ -136,11 +152,13 @@ def _down(
 def _gate_up_one(
     x, values, scale, more, shared, shared_scale, shared_more, chosen, weights, h,
     TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, FORM: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`_gate_up` of one token's choices [TOP], then the shared expert: h [TOP or TOP + 1, F].
 
     Rows of choices of weight 0 are not written.
     """
+    wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     weight, weight_scale, weight_more = values, scale, more
     e = tl.load(chosen + block, mask=block < TOP, other=0).to(tl.int64)
@@ -164,9 +182,10 @@ def _gate_up_one(
 def _down_one(
     h, values, scale, more, shared, shared_scale, shared_more, chosen, weights, gate, residual, y,
     TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr, RESIDUAL: tl.constexpr,
-    FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    FORM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes y [H]: the choices' products by their weights, the shared expert's by its gate, and the residual."""
+    wait_for_inputs(DEPENDENT)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     # The sum over threads comes once, at the end, for all choices.
     total = tl.zeros([BN, BF // FORM[0] if FORM[0] else BF], tl.float32)
@@ -189,16 +208,26 @@ def _down_one(
     tl.store(y + n, product.to(y.dtype.element_ty))
 
 
-def _rows_of_a_block(choices: int, experts: int, weight: Array, card: Card) -> int:
+def _rows_of_a_block(choices: int, experts: int, weight: Array, card: Card, scales_after: bool = False) -> int:
     """Rows of a block, about the average choices of an expert.
 
-    128, whose tiles halve the reads of weights and inputs from the L2 cache, needs a card whose products read 16-bit
-    operands in shared memory. Where they read registers, each warp of 64 rows would convert the same weights.
+    128, whose tiles halve the reads of weights and inputs from the L2 cache, needs a card whose products read operands
+    of 16 bits, or of 8 bits that are scaled after the sums, in shared memory. Where they read registers, each warp of
+    64 rows would convert the same weights; where each term is scaled, its registers do not suffice.
     """
     if choices <= 16 * experts or (weight.dtype.itemsize == 1 and not card.reads_shared):
         return 16 if choices <= 2 * experts else 32
-    is_wide = card.reads_shared and weight.dtype.itemsize == 2
+    is_wide = card.reads_shared and (weight.dtype.itemsize == 2 or scales_after)
     return 128 if choices > 64 * experts and is_wide else 64
+
+
+def _stages(stages: int, bytes_of_step: float, rows: int, card: Card, shares: bool) -> int:
+    """Stages of a loop, at most ``stages``; ``shares``: with which two programs fit on a multiprocessor."""
+    if not shares:
+        return stages_within(stages, bytes_of_step, card)
+    memory = (card.shared_memory + KIB) // UNTRIED_PROGRAMS - 2 * KIB
+    # Products of fewer rows than 64 read registers, where one stage is kept.
+    return min(stages, max(2, int(memory // bytes_of_step) + (rows < 64)))
 
 
 def why_not(choices: int, gate_up: Array | QuantizedWeight, down: Array | QuantizedWeight) -> str | None:
@@ -227,6 +256,7 @@ def experts_triton(
     down: Array | QuantizedWeight,
     shared: tuple[Array | QuantizedWeight, Array | QuantizedWeight, Array] | None = None,
     residual: Float[Array, "N H"] | None = None,
+    untried: bool = False,
 ) -> Float[Array, "N H"]:
     """The products of `ops.moe.mixture` after its routing.
 
@@ -242,6 +272,8 @@ def experts_triton(
         down: [E, H, F].
         shared: As in `ops.moe.mixture`, with weights that are `are_alike`; None: no shared expert.
         residual: [N, H] or None.
+        untried: Whether what no card has run is taken: two programs on a multiprocessor, and weights with one scale for
+            each output that are scaled after the sums.
 
     Returns:
         [N, H] in x's dtype.
@@ -256,7 +288,8 @@ def experts_triton(
     if n == 1 and not any(run & (run - 1) for run in (first.form[0], second.form[0])):
         gate_up_parts, down_parts = (first, shared_parts[0]), (second, shared_parts[1])
         return _one_token(card, x, weights, chosen, gate_up_parts, down_parts, shared_gate, residual)
-    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first.values, card)
+    after = [untried and w.form[0] == size for w, size in ((first, hidden), (second, f))]
+    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first.values, card, all(after))
     is_sorted = n > rows
     no_plan = [jnp.zeros(1, jnp.int32)] * 3
     plan = [chosen, weights, *(aligned(card, weights, chosen, e, rows) if is_sorted else no_plan)]
@@ -274,6 +307,8 @@ def experts_triton(
     }
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     gate_outputs, down_outputs, warps, stages, step_bytes = TILES[rows]
+    shares = untried and card.reads_shared and rows < 128 and not first.has_four_bits
+    down_outputs = UNTRIED_DOWN.get(rows, down_outputs) if shares else down_outputs
     # Of four bits twice as many inputs, where a block has few rows.
     inner = step_bytes // x.dtype.itemsize
     block_f, block_h = divisor(f, gate_outputs), first.step(hidden, inner)
@@ -281,15 +316,16 @@ def experts_triton(
     (h,) = triton_call(
         card, _gate_up, [x, *first[:3], *shared_parts[0][:3], *plan],
         [jax.ShapeDtypeStruct((blocks * rows, f), x.dtype)], (blocks, f // block_f), num_warps=warps,
-        num_stages=stages_within(stages, step, card), FORM=first.form, BF=block_f, BH=block_h, **sizes,
+        num_stages=_stages(stages, step, rows, card, shares), FORM=first.form, BF=block_f, BH=block_h, AFTER=after[0],
+        **sizes,
     )  # fmt: skip
     block_n, block_f = divisor(hidden, down_outputs), second.step(f, inner)
     step = block_f * (rows * x.dtype.itemsize + block_n * second.bytes_of_input)
     (y,) = triton_call(
         card, _down, [h, *second[:3], *shared_parts[1][:3], *plan],
         [jax.ShapeDtypeStruct((c + (n if shared_blocks else 0), hidden), x.dtype)], (blocks, hidden // block_n),
-        num_warps=warps, num_stages=stages_within(stages, step, card), FORM=second.form, BN=block_n, BF=block_f,
-        **sizes,
+        num_warps=warps, num_stages=_stages(stages, step, rows, card, shares), FORM=second.form, BN=block_n, BF=block_f,
+        AFTER=after[1], **sizes,
     )  # fmt: skip
     return joined(y, weights, shared_gate, residual).astype(x.dtype)
 

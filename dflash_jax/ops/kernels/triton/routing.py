@@ -13,6 +13,7 @@ import triton.language as tl
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.card import Card
+from dflash_jax.ops.kernels.triton.dependent import wait_for_inputs
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
@@ -25,9 +26,10 @@ CHUNK, MAX_COUNTED_CHUNKS = 64, 128
 def _route(
     logits, live, first, chosen, weights,
     E: tl.constexpr, EP: tl.constexpr, LOCAL: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    NORMALISE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One token's ``chosen`` and ``weights`` [N, TOP]; weight 0 for idle tokens and for experts of other devices."""
+    wait_for_inputs(DEPENDENT)
     n = tl.program_id(0)
     e = tl.arange(0, EP)
     k = tl.arange(0, TP)

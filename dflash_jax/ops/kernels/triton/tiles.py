@@ -38,7 +38,7 @@ def _scales(scale, offset):
 
 
 @triton.jit
-def _spread(s, R: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr):
+def spread(s, R: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr):
     """A number of each run for each input: [R, BLOCK // RUN] → [R, BLOCK]."""
     return tl.reshape(tl.broadcast_to(s[:, :, None], [R, BLOCK // RUN, RUN]), [R, BLOCK])
 
@@ -109,14 +109,14 @@ def tile(
         if run < BLOCK:
             offset = row[:, None] * (K // run) + inner // run + tl.arange(0, BLOCK // run)[None, :]
             if FORM[2]:
-                w -= _spread(tl.load(more + offset).to(tl.float32).to(dtype), R, BLOCK, run)
+                w -= spread(tl.load(more + offset).to(tl.float32).to(dtype), R, BLOCK, run)
             if is_small:
-                w *= _spread(_float_of_e4m3(tl.load(scale + offset), dtype) * 2.0**118, R, BLOCK, run)
+                w *= spread(_float_of_e4m3(tl.load(scale + offset), dtype) * 2.0**118, R, BLOCK, run)
                 s *= 2.0**8
             elif of_scale == tl.uint8 or of_scale == dtype:
-                w *= _spread(_scales(scale, offset).to(dtype), R, BLOCK, run)
+                w *= spread(_scales(scale, offset).to(dtype), R, BLOCK, run)
             else:
-                w = (w.to(tl.float32) * _spread(_scales(scale, offset), R, BLOCK, run)).to(dtype)
+                w = (w.to(tl.float32) * spread(_scales(scale, offset), R, BLOCK, run)).to(dtype)
         else:
             offset = row * (K // run) + inner // run
             if FORM[2]:
@@ -147,7 +147,7 @@ def products(
         offset = row[:, None] * (K // run) + column
         w = _numbers(values, row, inner, K, FORM[1], is_small, R, BLOCK, tl.float32)
         if FORM[2]:
-            w -= _spread(tl.load(more + offset).to(tl.float32), R, BLOCK, run)
+            w -= spread(tl.load(more + offset).to(tl.float32), R, BLOCK, run)
         s = _scales(scale, offset)
         if is_small:
             s *= 2.0**14
@@ -198,9 +198,9 @@ class Parts(NamedTuple):
         values, scale, code = weight.values, weight.scale, weight.code or ""
         if values.dtype == jnp.float8_e4m3fn and card.capability < OLDEST_FP8:
             values, code = _bytes(values), "e4m3"
-        more, part = (weight.zero, 0) if weight.factor is None else (weight.factor, _inputs(weight, weight.factor))
+        more = weight.zero if weight.factor is None else weight.factor
         scale = _bytes(scale) if scale.dtype == jnp.float8_e4m3fn else scale
-        form = weight.run, code, weight.zero is not None, part
+        form = weight.run, code, weight.zero is not None, part_of(weight)
         return cls(values, scale, values if more is None else more, form)
 
     @property
@@ -239,13 +239,15 @@ def _bytes(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
-def _inputs(weight: QuantizedWeight, scales: Array) -> int:
-    return weight.shape[-1] // scales.shape[-1]
-
-
 def run_of(weight: Array | QuantizedWeight) -> int:
     """Inputs of a scale of a weight; 0 for an array."""
     return weight.run if isinstance(weight, QuantizedWeight) else 0
+
+
+def part_of(weight: Array | QuantizedWeight) -> int:
+    """Inputs of a factor of a weight; 0 without factors."""
+    factor = weight.factor if isinstance(weight, QuantizedWeight) else None
+    return 0 if factor is None else weight.shape[-1] // factor.shape[-1]
 
 
 def has_four_bits(weight: Array | QuantizedWeight) -> bool:

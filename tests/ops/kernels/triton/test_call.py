@@ -126,7 +126,7 @@ def an_old_value_is_read_before(x, y):
     x = x + 1
     a = add(x, y)
     b = jnp.sort(x)
-    return double(x), b
+    return double(x), a, b
 
 
 def an_old_value_is_read_in_between(x, y):
@@ -394,26 +394,24 @@ def test_a_damaged_plan_is_an_error(change, written, monkeypatch):
 
 
 def program(seed: int):
-    """A function of two arrays of random launches and operations, each of any earlier values."""
+    """A function of random launches and operations, each of any earlier values."""
     rng = np.random.default_rng(seed)
     steps = [(int(rng.integers(7)), *map(int, rng.integers(0, 2 + i, 2))) for i in range(int(rng.integers(3, 14)))]
     kept = rng.permutation(2 + len(steps))[:3]
 
-    def function(launch_add, launch_double, x, y):
+    def function(add, double, x, y):
+        forms = (
+            add,
+            lambda a, b: add(b.reshape(2, 4), a.reshape(2, 4)),
+            lambda a, b: double(a),
+            lambda a, b: double(add(a, b)),
+            jnp.maximum,
+            lambda a, b: jax.lax.dynamic_update_slice(a, b[:3], (2,)),
+            lambda a, b: jax.lax.fori_loop(0, 2, lambda _, c: add(double(c), b) / 4, a),
+        )
         values = [x, y]
-        for kind, i, j in steps:
-            a, b = values[i].reshape(N), values[j].reshape(N)
-            values.append(
-                (
-                    lambda: launch_add(a, b),
-                    lambda: launch_add(b.reshape(2, 4), a.reshape(2, 4)),
-                    lambda: launch_double(a),
-                    lambda: launch_double(launch_add(a, b)),
-                    lambda: jnp.maximum(a, b),
-                    lambda: jax.lax.dynamic_update_slice(a, b[:3], (2,)),
-                    lambda: jax.lax.fori_loop(0, 2, lambda _, c: launch_add(launch_double(c), b) / 4, a),
-                )[kind]()
-            )
+        for form, i, j in steps:
+            values.append(forms[form](values[i].reshape(N), values[j].reshape(N)))
         return [values[i] for i in kept]
 
     return function

@@ -1,5 +1,6 @@
 """Kernels on cards of all kinds: which are supported, tiles that fit them, and the PTX that their assembler reads."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -9,13 +10,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from dflash_jax.ops import backend
+from dflash_jax.ops import attention, backend
 from dflash_jax.ops.backend import Backend
-from dflash_jax.ops.card import KIB, SHARED_MEMORY, Card
+from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.ops.card import HOPPER, KIB, SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton import attention as triton_attention
-from dflash_jax.ops.kernels.triton import launch
+from dflash_jax.ops.kernels.triton import delta, delta_chunks, launch
 from dflash_jax.ops.kernels.triton import linear as triton_project
 from dflash_jax.ops.kernels.triton import tiles as triton_tiles
+from dflash_jax.ops.weights import quantize
 
 
 def device(capability: str, **more) -> SimpleNamespace:
@@ -150,9 +153,91 @@ def test_a_triton_under_another_name_has_its_own_version(installed, monkeypatch)
 
 def test_numbers_of_a_card():
     """JAX's numbers where it reports them, else those of the capability; for an unknown one, the least of all."""
-    assert Card.of_device(device("9.0")) == Card(90, 227 * KIB)
-    assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000)) == Card(90, 1000)
-    assert Card.of_capability(133) == Card(133, 99 * KIB)
+    assert Card.of_device(device("9.0")) == Card(90, 227 * KIB, 132)
+    assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000, core_count=114)) == Card(90, 1000, 114)
+    assert Card.of_capability(133) == Card(133, 99 * KIB, 132)
+    assert Card.of_capability(100).multiprocessors == 148
+
+
+def test_an_h200_has_what_was_measured_on_it():
+    """Numbers that are in proportion to multiprocessors are as they stand."""
+    assert all(HOPPER.scaled(n) == n for n in range(1000))
+    assert [Card.of_capability(c).scaled(264) for c in (80, 89, 100, 120)] == [216, 284, 296, 340]
+
+
+def launched(call, *args, **options) -> list:
+    """The launches of a call, which returns zeros."""
+    launches = []
+
+    def stub(one):
+        launches.append(one)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in (*(one.args[i] for i in one.in_place), *one.out))
+
+    with launch.launching(stub):
+        jax.eval_shape(partial(call, **options), *args)
+    return launches
+
+
+# By outputs, of a weight in bfloat16 and of one in FP8: outputs of a program, and steps in flight.
+TILES = {
+    90: {1056: ((16, 6), (16, 8)), 2048: ((16, 6), (32, 8)), 4096: ((32, 4), (64, 6)), 12352: ((64, 4), (64, 6))},
+    # More in flight where programs have a multiprocessor each.
+    100: {1056: ((16, 7), (16, 9)), 2048: ((16, 7), (32, 9)), 4096: ((32, 4), (64, 7)), 12352: ((64, 4), (64, 6))},
+    # Fewer programs keep all multiprocessors busy.
+    80: {1056: ((16, 6), (16, 8)), 1696: ((16, 6), (32, 8)), 3392: ((32, 4), (64, 6)), 12352: ((64, 4), (64, 6))},
+}
+
+
+@pytest.mark.parametrize("capability", TILES)
+def test_tiles_of_linear_by_multiprocessors(capability):
+    card, x = Card.of_capability(capability), jax.ShapeDtypeStruct((16, 2048), jnp.bfloat16)
+    for outputs, tiles in TILES[capability].items():
+        weight = jax.ShapeDtypeStruct((outputs, 2048), jnp.bfloat16)
+        scaled = jax.eval_shape(lambda w: quantize(w, "int8", 16), weight)
+        found = [launched(triton_project.project_triton, x, [w], card=card)[0] for w in (weight, scaled)]
+        assert tuple((one.meta["BN"], one.num_stages) for one in found) == tiles
+
+
+def test_parts_of_attention_by_multiprocessors(monkeypatch):
+    """As many as two programs a multiprocessor are, at most 32."""
+    # Interpreted kernels have fewer.
+    monkeypatch.setattr(triton_attention, "PROGRAMS", 264)
+    q, k = (jax.ShapeDtypeStruct((4, 16, n, 256), jnp.bfloat16) for n in (16, 2))
+    cache = jax.eval_shape(partial(KVCache.create, 4, 2, 256, 2048, jnp.bfloat16))
+    length, bounds = jax.ShapeDtypeStruct((4,), jnp.int32), jax.eval_shape(partial(Bounds.none, 4, 16))
+
+    def splits(capability):
+        call = partial(triton_attention.attend_triton, Card.of_capability(capability))
+        return launched(call, q, k, k, None, cache, length, bounds)[0].meta["SPLITS"]
+
+    assert [splits(c) for c in (80, 89, 90, 100, 120)] == [13, 17, 16, 18, 21]
+
+
+def test_programs_of_the_delta_rule_by_multiprocessors():
+    """Warps of a head's program, and its values over many chunks: few programs get more."""
+
+    def state(rows, heads):
+        return DeltaState(jnp.zeros((rows, heads, 2, 128, 128)), jnp.zeros((rows, 3, heads, 512)))
+
+    def warps(capability, rows):
+        record = DeltaRecord(*(jnp.zeros((rows, 5, 16, *x)) for x in ((128,), (2, 128), (2,), (512,))))
+        call = partial(delta.replay_triton, Card.of_capability(capability))
+        return launched(call, state(rows, 16), record, jnp.zeros(rows, jnp.int32))[0].num_warps
+
+    def values(capability, heads):
+        parts = [jnp.zeros((3, 1, heads, 2, 64, 128))] * 3 + [jnp.zeros((3, 1, heads, 2, 64, 64))]
+        call = partial(delta_chunks.from_chunk_to_chunk, Card.of_capability(capability), tokens=192)
+        rest = jnp.zeros((3, 1, heads, 2, 64, 128)), jnp.zeros((3, 1, heads, 2))
+        return launched(call, state(1, heads), *parts, *rest)[0].meta["BV"]
+
+    assert [warps(c, rows) for c, rows in ((90, 8), (90, 9), (100, 9), (100, 10), (80, 7))] == [8, 4, 8, 4, 4]
+    assert [values(c, heads) for c, heads in ((90, 16), (90, 17), (100, 18), (100, 19), (80, 16))] == [
+        32,
+        64,
+        32,
+        64,
+        64,
+    ]
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -166,6 +251,66 @@ def test_tiles_of_attention_fit(capability, bytes_of_row):
         assert 16 <= steps <= positions
         buffers = triton_attention.STAGES - (not card.reads_shared)
         assert fewer * bytes_of_row + 2 * buffers * steps * bytes_of_row < card.shared_memory
+
+
+# Tokens of a round, KV heads, query heads on each and their size: Qwen3.6-35B-A3B, its drafter, and
+# Qwen3.6-27B.
+LONG_PROGRAMS = triton_attention.LONG_PROGRAMS
+BLOCKS = [(t, *heads) for t in (1, 4, 8, 16) for heads in ((2, 8, 256), (8, 4, 128), (4, 6, 256))]
+
+
+@pytest.mark.parametrize("capability", [90, 100, 103])
+@pytest.mark.parametrize(("tokens", "heads", "group", "dim"), BLOCKS)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("cached", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_long_context_is_read_once_by_the_programs_that_run_at_once(
+    capability, tokens, heads, group, dim, batch, cached, monkeypatch
+):
+    """Grid of attention with kernels "all": one tile of query rows, a wave of programs or less, three quarters of the
+    card or more, and shared memory that holds the steps in flight."""
+    # Without the interpreter's small grids.
+    monkeypatch.setattr(triton_attention, "LONG_PROGRAMS", LONG_PROGRAMS)
+    launches = []
+
+    def record(made):
+        launches.append(made)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in made.out)
+
+    card = Card.of_capability(capability)
+    cache = KVCache.create(batch, heads, dim, 4096, cached)
+    q, k = jnp.zeros((batch, tokens, heads * group, dim), jnp.bfloat16), jnp.zeros((batch, tokens, heads, dim), cached)
+    with launch.launching(record):
+        for kernels in ("all", "auto"):
+            run = partial(attention.attention, Backend.for_card(card, kernels))
+            jax.eval_shape(run, q, k, k, None, cache, jnp.zeros(batch, jnp.int32))
+    attends, joins = ([each for each in launches if each.kernel.fn.__name__ == name] for name in ("_attend", "_join"))
+    (long, usual), (join, _) = attends, joins
+    assert (long.meta["LEAST"] > 0) > (usual.meta["LEAST"] > 0)
+    pairs, parts, tiles = long.grid
+    assert tiles == 1 <= usual.grid[2]
+    programs = card.multiprocessors
+    assert 3 * programs <= 4 * pairs * parts <= 4 * programs
+    rows, positions = long.meta["BM"], long.meta["BS"]
+    assert rows >= tokens * group
+    buffers = triton_attention.LONG_BUFFERS
+    assert (rows + 2 * buffers * positions) * dim * q.dtype.itemsize < card.shared_memory
+    assert long.meta["PAGE"] % positions == 0 == positions % 16
+    # All columns are joined, in programs whose parts fit in their registers.
+    assert join.meta["COLUMNS"] * join.grid[1] == dim if len(join.grid) > 1 else join.meta["COLUMNS"] == dim
+    assert join.meta["SP"] * join.meta["COLUMNS"] <= 8192
+
+
+def test_attention_for_long_contexts_is_for_cards_and_blocks_that_have_room(monkeypatch):
+    monkeypatch.setattr(triton_attention, "LONG_PROGRAMS", LONG_PROGRAMS)
+
+    def why(capability, tokens, dtype=jnp.bfloat16):
+        q, k = jnp.zeros((1, tokens, 16, 256), dtype), jnp.zeros((1, tokens, 2, 256), dtype)
+        return triton_attention.why_not_long(Card.of_capability(capability), q, k)
+
+    assert why(90, 16) is why(100, 1) is None
+    assert "Hopper" in why(120, 1)
+    assert "136 query rows of a KV head: one program has 128 at most" in why(90, 17)
+    assert "one program has 64" in why(90, 16, jnp.float32)
 
 
 def test_fewer_steps_in_flight_on_small_cards():

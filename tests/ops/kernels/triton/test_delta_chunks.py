@@ -1,5 +1,6 @@
 """The delta rule of many tokens in Triton against XLA's form, from chunk to chunk and through the whole mixer."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -35,8 +36,8 @@ def arguments(rng, tokens, m, rows, g, r, dk, dv, dtype=jnp.float32):
     return state, (u, *(jnp.asarray(x, dtype) for x in (w, q, scores, k)), left)
 
 
-def by_kernel(state, chunks, tokens):
-    return triton_chunks.from_chunk_to_chunk(HOPPER, DeltaState(state, jnp.zeros((1, 3, 1, 1))), *chunks, tokens)
+def by_kernel(state, chunks, tokens, card=HOPPER):
+    return triton_chunks.from_chunk_to_chunk(card, DeltaState(state, jnp.zeros((1, 3, 1, 1))), *chunks, tokens)
 
 
 def plain(state, chunks, tokens):
@@ -61,12 +62,11 @@ SIZES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("programs", [1, 132])
-def test_from_chunk_to_chunk(monkeypatch, sizes, programs):
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_from_chunk_to_chunk(sizes, multiprocessors):
     """One chunk and several, the last one full or not; all values of a head in one program and in several."""
-    monkeypatch.setattr(triton_chunks, "PROGRAMS", programs)
-    args = arguments(np.random.default_rng(sizes[0]), *sizes)
-    for got, want in zip(by_kernel(*args, sizes[0]), plain(*args, sizes[0]), strict=True):
+    args, card = arguments(np.random.default_rng(sizes[0]), *sizes), replace(HOPPER, multiprocessors=multiprocessors)
+    for got, want in zip(by_kernel(*args, sizes[0], card), plain(*args, sizes[0]), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 

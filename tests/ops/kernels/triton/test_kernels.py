@@ -20,9 +20,10 @@ from dflash_jax.ops import attention, cache_write, moe, rotation
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.kernels.triton import attention as triton_attention
 from dflash_jax.ops.kernels.triton.attention import partial_softmaxes_triton
 from dflash_jax.ops.kernels.triton.launch import launching
-from dflash_jax.ops.linear import DeferredNorm, linear
+from dflash_jax.ops.linear import DeferredDivision, DeferredNorm, linear
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from tests.helpers import in_one_program, random_decoder, tiny_config
@@ -72,6 +73,15 @@ def test_mixture_in_triton_equals_its_definition(tokens, top, experts, idle, qua
         Source(tokens), tokens, top, experts, 96, 192, idle, quantized, shared, residual=tokens != 16
     )
     found = in_one_program(partial(moe.mixture, replace(CUDA, on_choice=assert_triton), **options))(*args)
+    assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
+
+
+@pytest.mark.parametrize(("tokens", "kind"), [(5, "int8"), (20, "fp8"), (170, "fp8")])
+def test_mixtures_of_weights_of_one_scale_an_output_with_all_kernels(tokens, kind):
+    """Their sums are scaled, in blocks of up to 128 rows."""
+    *args, options = arguments.experts(Source(tokens), tokens, 2, 3, 96, 192, tokens // 9, (kind, 1), 96)
+    backend = replace(CUDA, kernels="all", on_choice=assert_triton)
+    found = in_one_program(partial(moe.mixture, backend, **options))(*args)
     assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
 
 
@@ -169,6 +179,36 @@ def test_linear_in_triton_equals_its_definition(
         np.testing.assert_allclose(one, other, atol=3e-5)
 
 
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("heads", [0, 8])
+@pytest.mark.parametrize(
+    ("outputs", "quantized"),
+    [(48, None), (20, None), (48, ("fp8", 1)), (48, ("int4 with zeros", 1)), (20, ("mxfp4", 2)), (48, ("nvfp4", 4))],
+)
+def test_products_in_sums_equal_their_definition(rows, heads, outputs, quantized, monkeypatch):
+    """Scales and factors of each sum's inputs; heads that are divided, two in each sum; outputs that do not fill a
+    program."""
+    from dflash_jax.ops.kernels.triton import linear as triton_project
+
+    monkeypatch.setattr(triton_project, "BY_ROW_OUTPUTS", 0)
+    source, seen = Source(rows), []
+    x, weight, squares = arguments.divided(source, rows, 8, 64, outputs)
+    if quantized:
+        weight = jax.tree.map(jnp.asarray, arguments.in_few_bits(source, np.asarray(weight), *quantized))
+    given = DeferredDivision(x, squares, 1e-6) if heads else x
+    rest = source.normal(rows, 1, outputs)
+    expected = linear(PLAIN, given, (weight,), 2, residual=rest)[0]
+    all_kernels = replace(CUDA, kernels="all", on_choice=seen.append)
+    found = linear(all_kernels, given, (weight,), 2, residual=rest)[0]
+    assert seen[0].implementation == "triton, in sums"
+    np.testing.assert_allclose(found, expected, atol=3e-5)
+    # One sum divides heads too, and a row has the same bits among other rows.
+    np.testing.assert_allclose(linear(CUDA, given, (weight,), 2, residual=rest)[0], expected, atol=3e-5)
+    among_others = jax.tree.map(lambda x: x[::-1], (given, rest))
+    other = linear(all_kernels, among_others[0], (weight,), 2, residual=among_others[1])[0]
+    np.testing.assert_array_equal(other[::-1], found)
+
+
 @pytest.mark.parametrize("contracted", [2, 3])
 def test_linear_over_several_axes(contracted):
     rng = np.random.default_rng(contracted)
@@ -213,7 +253,7 @@ def test_rotation_in_triton_equals_its_definition(heads, gated, rotated):
         (2, 9, 6, 2, 128, 300, None, 0),
     ],
 )
-@pytest.mark.parametrize("form", ["triton", "cpp"])
+@pytest.mark.parametrize("form", ["triton", "triton, long contexts", "cpp"])
 def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
     """Empty, partly filled and full contexts; windows with and without sinks; pages in any order, rows of a larger
     cache; what no token sees is NaN."""
@@ -224,10 +264,15 @@ def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, 
     if form == "cpp" and cpu.why_not():
         pytest.skip("no C++ compiler")
 
+    if "long" in form and tokens > triton_attention.FEW_TOKENS:
+        return
+
     def is_form(choice):
         assert choice.implementation == form, choice
 
-    backend = replace(CUDA if form == "triton" else Backend.detect(), on_choice=is_form)
+    kernels = "all" if "long" in form else "auto"
+    on_card = form != "cpp"
+    backend = replace(CUDA if on_card else Backend.detect(), kernels=kernels, on_choice=is_form)
     ours = in_one_program(partial(attention.attention, backend))
     plain = in_one_program(partial(attention.reference, XLA))
     for mask in (None, own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
@@ -252,11 +297,11 @@ def test_softmaxes_over_context_and_block_join_to_attention(rows, tokens, window
     np.testing.assert_allclose(found, attention.reference(XLA, q, k, v, None, cache, length, bounds), atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["triton", "cpp"])
+@pytest.mark.parametrize("form", ["triton", "triton, long contexts", "cpp"])
 def test_attention_over_pages_in_any_order_has_the_same_bits(form):
     if form == "cpp" and cpu.why_not():
         pytest.skip("no C++ compiler")
-    backend = CUDA if form == "triton" else Backend.detect()
+    backend = Backend.detect() if form == "cpp" else replace(CUDA, kernels="all" if "long" in form else "auto")
     q, k, v, cache, length, bounds = arguments.attention(Source(5), 3, 2, 4, 2, 16, 600)
     order = np.random.default_rng(1).permutation(len(cache.k))
     table = jnp.asarray(np.append(np.argsort(order), len(order)), jnp.int32)[cache.table]

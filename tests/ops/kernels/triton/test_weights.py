@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ pytest.importorskip("triton.runtime.interpreter")
 
 from dflash_jax.ops import moe
 from dflash_jax.ops.backend import Backend, choose
-from dflash_jax.ops.card import HOPPER, Card
+from dflash_jax.ops.card import HOPPER, KIB, Card
 from dflash_jax.ops.kernels.triton import experts as triton_experts
+from dflash_jax.ops.kernels.triton.launch import launching
 from dflash_jax.ops.kernels.triton.tiles import Parts
 from dflash_jax.ops.linear import IMPLEMENTATIONS, DeferredNorm, linear
 from dflash_jax.ops.weights import QuantizedWeight
@@ -164,3 +166,33 @@ def test_rows_of_a_block_where_each_warp_would_convert_the_weights():
     ada, bytes_, halves = Card.of_capability(89), jnp.zeros(1, jnp.uint8), jnp.zeros(1, jnp.bfloat16)
     for card, weight, expected in ((ada, bytes_, 32), (ada, halves, 64), (HOPPER, bytes_, 64), (HOPPER, halves, 128)):
         assert triton_experts._rows_of_a_block(1000, 10, weight, card) == expected
+    # Scaled after the sums, they leave registers for as many rows.
+    assert triton_experts._rows_of_a_block(1000, 10, bytes_, HOPPER, scales_after=True) == 128
+    assert triton_experts._rows_of_a_block(1000, 10, bytes_, ada, scales_after=True) == 32
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(500, 32), (2000, 64)])
+def test_with_all_kernels_two_programs_of_experts_share_a_multiprocessor(tokens, rows):
+    """A stage more than one program's memory has room for would take the other one's."""
+
+    def memory(untried: bool) -> int:
+        found = []
+
+        def record(launch):
+            if launch.kernel.__name__ in ("_gate_up", "_down"):
+                m, f, n, k = (launch.meta.get(name, 0) for name in ("M", "BF", "BN", "BH"))
+                outputs, inputs = (n, f) if n else (2 * f, k)
+                # Products of 64 rows and more read what is loaded where it lies, and so keep one stage more.
+                stages = launch.num_stages - (m < 64)
+                assert (m, stages >= 2) == (rows, True)
+                found.append(stages * inputs * 2 * (m + outputs))
+            return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.out)
+
+        kernel = partial(triton_experts.experts_triton, HOPPER, untried=untried)
+        shapes = ((tokens, 2048), jnp.bfloat16), ((tokens, 2), jnp.float32), ((tokens, 2), jnp.int32)
+        weights = ((64, 2, 512, 2048), jnp.bfloat16), ((64, 2048, 512), jnp.bfloat16)
+        with launching(record):
+            jax.eval_shape(kernel, *(jax.ShapeDtypeStruct(*each) for each in (*shapes, *weights)))
+        return max(found)
+
+    assert memory(untried=True) <= (HOPPER.shared_memory + KIB) // 2 - KIB < memory(untried=False)
