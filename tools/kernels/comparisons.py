@@ -260,7 +260,10 @@ def replaying(source, sizes: Sizes, rows, tokens, dtype, layers=0) -> Comparison
     state, record = arguments.poisoned(args[2]), arguments.spoilt(record, count)
 
     def of_layers(replay_layers, state, record, n):
-        states = [replace(state, recurrent=state.recurrent * (1 + i / 8)) for i in range(layers)]
+        scales = [1 + i / 8 for i in range(layers)]
+        states = [
+            replace(state, recurrent=state.recurrent * scale, conv_inputs=state.conv_inputs * scale) for scale in scales
+        ]
         after = replay_layers(states, [record] * layers, n)
         recurrent, conv = (jnp.stack(x) for x in zip(*((s.recurrent, s.conv_inputs) for s in after), strict=True))
         return replace(state, recurrent=recurrent, conv_inputs=conv)
