@@ -26,6 +26,10 @@ class Weights:
         head: The head.
         context: Of a drafter: the weights that an extension of its context reads, without norms.
         replicated: By parameter: bytes that several devices of a model's mesh hold alike.
+        dense: (bytes, parameters) of all weights but the routed experts, the tables and the head: a pair for each size
+            of a parameter.
+        expert_parameters: Parameters of one routed expert, over all layers.
+        head_parameters: Parameters of the head.
     """
 
     parameters: int
@@ -38,6 +42,9 @@ class Weights:
     head: float
     context: float
     replicated: dict[str, float]
+    dense: tuple[tuple[float, float], ...]
+    expert_parameters: float
+    head_parameters: float
 
     def read(self, tokens: float, touched: float | None = None) -> float:
         """Bytes that a pass over ``tokens`` tokens reads, with ``touched`` experts a layer (None: as if by chance)."""
@@ -45,6 +52,20 @@ class Weights:
             touched = float(self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)) if self.experts else 0.0
         share = self.local_experts / self.experts if self.experts else 0.0
         return self.total - self.lookup - self.local_experts * self.expert + touched * share * self.expert
+
+    def work(self, tokens: float, touched: float | None = None) -> list[tuple[float, float]]:
+        """(bytes, operations) of the products of a pass, whose bytes are those of `read`.
+
+        Products of the same number of tokens with parameters of the same size are one pair: of these either the bytes
+        or the operations take longer in all.
+        """
+        products = [*self.dense, (self.head, self.head_parameters)]
+        pairs = [(size, 2 * parameters * tokens) for size, parameters in products]
+        if self.experts:
+            routed = self.read(tokens, touched) - sum(size for size, _ in pairs)
+            share = self.local_experts / self.experts
+            pairs.append((routed, 2 * self.expert_parameters * tokens * self.per_token * share))
+        return pairs
 
 
 def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
@@ -66,8 +87,10 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
     routed = {
         f"layers.{i}.ffn.{n}" for i, ffn in enumerate(ffns) if isinstance(ffn, MoeSpec) for n in ("gate_up", "down")
     }
-    sums = dict.fromkeys(("count", "total", "expert", "lookup", "head", "context"), 0.0)
+    names = "count", "total", "expert", "expert_parameters", "lookup", "head", "head_parameters", "context"
+    sums = dict.fromkeys(names, 0.0)
     replicated: dict[str, float] = {}
+    dense: dict[float, tuple[float, float]] = {}
     weights = parameter_paths(module, is_weight), jax.tree.leaves(module, is_leaf=is_weight)
     for path, weight, spec in zip(*weights, parameter_specs(module, is_weight), strict=True):
         sums["count"] += 0 if is_scale(path) else math.prod(weight.shape)
@@ -75,15 +98,21 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(weight))
         parts = parts_of(layout.sizes, spec)
         sums["total"] += size / parts
+        count = math.prod(weight.shape)
         if path in routed:
-            sums["expert"] += size / experts / (parts / layout.parts(layout.experts(experts)))
+            divided = parts / layout.parts(layout.experts(experts))
+            sums["expert"] += size / experts / divided
+            sums["expert_parameters"] += count / experts / divided
         if name in ("fc", "k", "v"):
             sums["context"] += size / parts
         tied = path == "embed" and getattr(config, "tied_embeddings", False)
         if path == "head" or tied:
-            sums["head"] = size / parts
+            sums["head"], sums["head_parameters"] = size / parts, count / parts
         elif path in ("embed", "selector.predecessor", "selector.successor"):
             sums["lookup"] += size / parts
+        elif path not in routed and count:
+            before = dense.get(size / count, (0.0, 0.0))
+            dense[size / count] = before[0] + size / parts, before[1] + count / parts
         if parts < layout.tensor * layout.expert:
             short = ".".join("*" if p.isdecimal() else p for p in path.split("."))
             replicated[short] = replicated.get(short, 0.0) + size / parts
@@ -100,4 +129,7 @@ def weigh(module: "Decoder | Drafting", layout: "Layout") -> Weights:
         sums["head"],
         sums["context"],
         replicated,
+        tuple(dense.values()),
+        sums["expert_parameters"],
+        sums["head_parameters"],
     )

@@ -24,12 +24,15 @@ class Device:
             the least that users of PyTorch have seen.
         bandwidth: Bytes per second, as the maker states them; 0 where that is not known.
         capability: 10 times the CUDA compute capability; None for TPUs.
+        operations: Floating-point operations per second of products of 16-bit numbers with sums in float32, without
+            sparsity, as the maker states them; 0 where that is not known.
     """
 
     kind: str
     memory: int
     bandwidth: float
     capability: int | None = None
+    operations: float = 0.0
 
     @property
     def platform(self) -> str:
@@ -37,18 +40,20 @@ class Device:
         return "cpu" if self.kind == "cpu" else "tpu" if self.kind.startswith("TPU") else "gpu"
 
 
+# Operations: NVIDIA's data sheets of DGX B200, H200, H100 (SXM), A100 and L40S; its white papers on the architectures
+# of Ada, RTX Blackwell and RTX PRO Blackwell; and Google Cloud's pages on TPUs.
 DEVICES = {
-    "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12, 100),
-    "h200": Device("NVIDIA H200", 151_397_597_184, 4.8e12, 90),
-    "h100": Device("NVIDIA H100", 84_942_979_072, 3.35e12, 90),
-    "a100": Device("NVIDIA A100-SXM4-80GB", int(79.1 * 2**30), 2.039e12, 80),
-    "l40s": Device("NVIDIA L40S", int(44.3 * 2**30), 0.864e12, 89),
-    "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.6 * 2**30), 1.008e12, 89),
-    "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12, 120),
-    "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12, 120),
-    "v6e": Device("TPU v6 lite", 32 * 2**30, 1.638e12),
-    "v5e": Device("TPU v5 lite", 16 * 2**30, 0.819e12),
-    "v5p": Device("TPU v5p", 95 * 2**30, 2.765e12),
+    "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12, 100, 2.25e15),
+    "h200": Device("NVIDIA H200", 151_397_597_184, 4.8e12, 90, 989e12),
+    "h100": Device("NVIDIA H100", 84_942_979_072, 3.35e12, 90, 989e12),
+    "a100": Device("NVIDIA A100-SXM4-80GB", int(79.1 * 2**30), 2.039e12, 80, 312e12),
+    "l40s": Device("NVIDIA L40S", int(44.3 * 2**30), 0.864e12, 89, 362e12),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.6 * 2**30), 1.008e12, 89, 165.2e12),
+    "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12, 120, 209.5e12),
+    "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12, 120, 503.8e12),
+    "v6e": Device("TPU v6 lite", 32 * 2**30, 1.638e12, None, 918e12),
+    "v5e": Device("TPU v5 lite", 16 * 2**30, 0.819e12, None, 197e12),
+    "v5p": Device("TPU v5p", 95 * 2**30, 2.765e12, None, 459e12),
 }
 
 

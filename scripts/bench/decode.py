@@ -4,7 +4,8 @@
 
 On a machine that has JAX only, from a checkout: PYTHONPATH=. python scripts/bench/decode.py. It needs no other package.
 
-Weights are random and made on the device; the experts that they touch are counted, the card's bandwidth is measured.
+Weights are random and made on the device; the experts that they touch are counted, the card's bandwidth is measured, or
+given (--bandwidth), so that the floors of several records have one denominator.
 Without a config: the bundled pair, which a CPU manages. A model that does not fit in bfloat16 is held in FP8, or cut to
 as many layers as fit, and the table says so. Points that --out already has are not measured again. Results: a table on
 stdout (--json: the record), OUT.json and OUT.md.
@@ -32,7 +33,7 @@ from dflash_jax.models.config import MoeSpec
 from dflash_jax.ops.backend import Backend
 from dflash_jax.options.generate import GenerateOptions
 from dflash_jax.options.parser import Parser
-from dflash_jax.parallel.devices import device_name, set_platform, versions
+from dflash_jax.parallel.devices import DEVICES, device_name, set_platform, versions
 from dflash_jax.process import exit_code
 from tools.decode.bench import Bench, measured_bandwidth
 from tools.decode.pair import Point, experts_used, grid, groups, in_fp8, layout_of, open_pair, parameters, shapes_of
@@ -40,18 +41,23 @@ from tools.decode.pair import Point, experts_used, grid, groups, in_fp8, layout_
 PUBLISHED = Path(__file__).parents[2] / "dflash_jax/assets/published.json"
 # Parameters.
 MOST_ON_CPU = 2e9
+# What a trace may show.
+PARTS = ("round", "prefill")
 INTRODUCTION = """# Decoding, part by part
 
 `python scripts/bench/decode.py`: {}. Milliseconds, medians of five. A round and its parts each run in a loop on the
 device; the head is part of verify. GB: what a round cannot but move, with the experts that were counted; the floor is
-its time at the measured bandwidth (the faster of reading, and of reading and writing). Peak: what the largest of a
-point's programs holds. Kernels are counted in compile.md. Prefill: one chunk of one prompt, the largest that the
-context has room for.
+its time at the measured bandwidth (the faster of reading, and of reading and writing; measured once for all points).
+Of the data sheet: the same at the bandwidth that the maker states. With arithmetic: each product takes the longer of
+its bytes and of two operations for a weight and token at the rate that the maker states for 16 bits. Peak: what the
+largest of a point's programs holds. Kernels are counted in compile.md. Prefill: the last chunk of one prompt, the
+largest that the context has room for, after the tokens before it.
 """
 COLUMNS = {
     "round": "round_ms", "draft": "draft_ms", "verify": "verify_ms", "of it head": "head_ms", "draw": "draw_ms",
     "commit": "commit_ms", "GB": "gb_a_round", "floor ms": "floor_ms", "of floor": "of_floor",
-    "experts": "experts_touched", "temporaries GB": "temporaries_gb",
+    "of data sheet": "of_data_sheet", "floor with arithmetic ms": "floor_with_arithmetic_ms",
+    "of it": "of_floor_with_arithmetic", "experts": "experts_touched", "temporaries GB": "temporaries_gb",
     "peak GB": "peak_gb", "prefill ms": "prefill_ms", "prefill tok/s": "prefill_tokens_per_s", "model": "model",
 }  # fmt: skip
 
@@ -92,20 +98,21 @@ def table(record: dict) -> str:
     return "\n".join([*lines, "| point | task | acceptance length | tokens/s |", "|---|---|---|---|", *computed]) + "\n"
 
 
-def profile(bench: Bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
-    """(name, ms a round, times a round) of the ten kernels that take longest in the loop.
+def profile(bench: Bench, point: Point, part: str, kept: Path) -> list[tuple[str, float, int]]:
+    """(name, ms, times) of the ten kernels that take longest in a round or in a prefill.
 
     Kernels whose names differ by a number only are counted together.
 
     Args:
         bench: Of the point's pair.
         point: The point.
+        part: One of `PARTS`.
         kept: The file of the trace, for Perfetto.
     """
     # One round at a time: of a loop in one graph a trace shows the first turn only.
-    call, state = bench.calls(point, state := bench.state(point), 1)["round"], bench.rewound(state, point, "round")
+    call, state = bench.calls(point, state := bench.state(point), 1)[part], bench.rewound(state, point, part)
     _, state = call(state)
-    state = jax.block_until_ready(bench.rewound(state, point, "round"))
+    state = jax.block_until_ready(bench.rewound(state, point, part))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(call(state)[0])
@@ -156,10 +163,17 @@ def count_of_experts(args, point: Point) -> int:
     return int(args.experts)
 
 
+def kernels_of(backend: Backend) -> str:
+    """The kernels of a record."""
+    return ("triton, all" if backend.kernels == "all" else "triton") if backend.has_triton else "xla"
+
+
 def run(args) -> int:
     """Measures the points: the exit code."""
     set_platform(args.platform)
     is_cpu = jax.default_backend() == "cpu"
+    if args.bandwidth is not None and not 0 < args.bandwidth < float("inf"):
+        raise InputError(f"--bandwidth {args.bandwidth}: it must be GB/s, more than 0")
     if args.config is not None and is_cpu and (count := parameters(args)) > MOST_ON_CPU:
         raise InputError(f"{count / 1e9:.0f} billion parameters on a CPU: give --layers, or leave --config out")
     if args.draft and args.config is None:
@@ -181,7 +195,7 @@ def run(args) -> int:
         "mesh": str(layout_of(args)),
         "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
         + (f", weights in {args.quantize}" if args.quantize else ""),
-        "kernels": "triton" if Backend.detect(args.kernels).has_triton else "xla",
+        "kernels": kernels_of(Backend.detect(args.kernels)),
         "draft": ", ".join(filter(None, (args.draft, args.draft_tokens and f"{args.draft_tokens:,} tokens"))),
         "model": ("random" if args.config else "trained")
         + " weights"
@@ -191,20 +205,26 @@ def run(args) -> int:
         f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}"
         + "".join(f"-{each}" for each in (args.draft, args.draft_tokens) if each)
     )
+    if args.bandwidth is not None:
+        about["bandwidth_gb_per_s"] = args.bandwidth
     figures, page = beside(out, ".json"), beside(out, ".md")
     recorded = read_record(figures)
     was = recorded.get("about", about)
     if any(was.get(k, "") != v for k, v in about.items()):
         raise InputError(f"{figures} is of {was}, this is {about}: give another --out")
     record, bench, bandwidth = {"about": about, "points": recorded.get("points", {})}, None, 0.0
+    device = DEVICES.get(device_name(kind) or "")
 
     def measured(point: Point) -> bool:
         return "round_ms" in record["points"].get(str(point), {})
 
-    left = [p for p in points if not measured(p)] or points[-1:] * args.profile
+    left = [p for p in points if not measured(p)] or points[-1:] * bool(args.profile)
     if left:
-        bandwidth = measured_bandwidth()
-        about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1), "versions": versions()}
+        # A record has one: that of its first points.
+        if (gb_per_s := about.get("bandwidth_gb_per_s", was.get("bandwidth_gb_per_s"))) is None:
+            gb_per_s = round(measured_bandwidth() / 1e9, 1)
+        bandwidth = 1e9 * gb_per_s
+        about |= {"bandwidth_gb_per_s": gb_per_s, "versions": versions()}
     else:
         about |= was
     for group in groups(args, left):
@@ -216,7 +236,7 @@ def run(args) -> int:
             print(f"{point} …", file=sys.stderr, flush=True)
             try:
                 if bench is None:
-                    bench = Bench(open_pair(args, group), bandwidth)
+                    bench = Bench(open_pair(args, group), bandwidth, device)
                 row = bench.measure(point) | ({"model": bench.pair.note} if bench.pair.note else {})
             except jax.errors.JaxRuntimeError as e:
                 row = {"failed": " ".join(str(e).split())[:120]}
@@ -229,11 +249,11 @@ def run(args) -> int:
     if args.profile:
         # Of what fits this very point.
         bench = None
-        bench = Bench(open_pair(args, points[-1:]), bandwidth)
+        bench = Bench(open_pair(args, points[-1:]), bandwidth, device)
         trace = out.with_name(out.name + "-trace.json.gz")
         print(f"ten kernels of {points[-1]}; the whole trace is in {trace}", file=sys.stderr)
-        for name, ms, times in profile(bench, points[-1], trace):
-            print(f"{ms:10.4f} ms a round, {times:4d} times: {name}", file=sys.stderr)
+        for name, ms, times in profile(bench, points[-1], args.profile, trace):
+            print(f"{ms:10.4f} ms a {args.profile}, {times:4d} times: {name}", file=sys.stderr)
     return 0
 
 
@@ -252,7 +272,10 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--quantize", choices=QUANTIZE[1:])
     p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
     p.add_options(GenerateOptions, ("platform", "kernels"), group="options")
-    p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")
+    text = "name the ten dearest kernels of the last point's round, or of its prefill; keep the trace"
+    p.add_argument("--profile", nargs="?", const=PARTS[0], choices=PARTS, help=text)
+    text = "the device's, as an earlier run measured it (default: it is measured)"
+    p.add_argument("--bandwidth", type=float, metavar="GB/S", help=text)
     p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
     p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     return p

@@ -8,10 +8,11 @@ From a checkout that is not installed: PYTHONPATH=. python scripts/card/check.py
 
 Stages, each in processes of its own: the machine, every kernel built and launched at the shapes of three systems, every
 kernel against its definition, tokens with kernels and without, kernels on large arrays and under NVIDIA's sanitizer,
-and for the rest of the time the ruler. Most of the time of the second to the fourth is compilation: --workers processes
-share their cases, and the card. A case that crashes ends its process and counts as failed; one that takes too long is
-timed out, and failed if the next command's second try is too. The others go on. The report is written after each case:
-report.json and report.md, beside log.txt and the ruler's files, at most 8 files in all.
+and for the rest of the time the ruler, with the default kernels and with all by turns. Most of the time of the second
+to the fourth is compilation: --workers processes share their cases, and the card. A case that crashes ends its process
+and counts as failed; one that takes too long is timed out, and failed if the next command's second try is too. The
+others go on. The report is written after each case: report.json and report.md, beside log.txt and the ruler's traces,
+at most 8 files in all.
 
 Exit code: 0 where all that can run here is exact, 1 where something is not or nothing of a stage is, 3 where time ran
 out before or a case timed out (--resume goes on), 2 for a wrong option. A command ends within its minutes; a CPU has
@@ -273,6 +274,7 @@ def environment_of(stage: str, platform: str, installed: str | None, workers: in
         environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     if platform == "cpu" and stage in ("kernels", "tokens"):
         environment["TRITON_INTERPRET"] = "1"
+    if platform == "cpu" and stage in ("kernels", "tokens", "ruler"):
         # Compilation takes longer than what it compiles.
         environment.setdefault(
             "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -317,9 +319,9 @@ def opened(args) -> Report:
         raise ValueError(f"{args.resume} is no report of --platform {args.platform}{f', {card}' if card else ''}")
     report = Report(args.out or args.resume.parent, record)
     report.out.mkdir(parents=True, exist_ok=True)
-    # What the ruler has measured goes along.
+    # What the ruler has traced goes along.
     for path in args.resume.parent.iterdir():
-        if path.name.startswith(("decode", "log.txt")) and not (report.out / path.name).exists():
+        if path.name.startswith(("trace", "log.txt")) and not (report.out / path.name).exists():
             shutil.copy(path, report.out)
     return report
 

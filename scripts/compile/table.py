@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parent
 FIGURES = ROOT / "benchmarks" / "compile.json"
 FOUR_LAYERS = [
     "qwen3.6-35b-a3b --device b200 --layers 4",
+    "qwen3.6-35b-a3b --device b200 --layers 4 --kernels all",
     "qwen3.6-35b-a3b --device b200 --layers 4 --kernels xla",
     "qwen3.6-35b-a3b --device b200 --devices 8 --layers 4",
     "qwen3.6-35b-a3b --device h100 --layers 4",
@@ -26,8 +27,11 @@ FOUR_LAYERS = [
 FULL = [
     "qwen3.6-35b-a3b --device b200",
     "qwen3.6-35b-a3b --device b200 --slots 32",
+    "qwen3.6-35b-a3b --device b200 --kernels all",
+    "qwen3.6-35b-a3b --device b200 --slots 32 --kernels all",
     "qwen3.6-35b-a3b --device b200 --max-len 262144",
     "qwen3.6-35b-a3b-fp8 --device b200",
+    "qwen3.6-35b-a3b-fp8 --device b200 --kernels all",
     "qwen3.6-35b-a3b --device b200 --quantize nvfp4",
     "qwen3.5-27b --device b200",
     "qwen3.5-397b-a17b --device b200 --devices 8 --slots 32",
@@ -59,13 +63,15 @@ Compiled at full size for accelerators that were not there: nothing here has run
 time. `python scripts/compile/table.py`, which runs `scripts/compile/report.py --config configs/SYSTEM.toml …` with the
 options of the first column. GB per device: arguments (weights, caches) with temporaries. Prefill: the largest chunk,
 4,096 tokens of one prompt where Triton's kernels are, else 1,024. A decode program's kernels are those of one round
-(plain: one token), Triton's and the head's among them, over its layers (round: and the drafter's); apart, in all, those
-in the branches of conditionals (drawing, penalties), of which a greedy round takes two kernels a draw. Graphs: CUDA
-graphs of the whole program; 1 means that nothing breaks the loop. Copied: caches, recurrent state and weights written
-anew. Weights: GB of them that a round's operations read (prefill: all), each array once for each operation that takes
-it, of those held; the embedding, of which rows are gathered, is not counted on one device, the head of a round is for
-drafts and once more to verify, and of experts' arrays only the chosen are read. Estimate: the TPU compiler's own, of a
-loop's body once and without the loops over the context. GPUs: with Triton kernels, but for `--kernels xla`.
+(plain: one token), Triton's and the head's among them, over its layers (round: and the drafter's), each launch within a
+call counted; "in": the calls of XLA that they are, where several launches are one (`--kernels all`, which no card has
+run). Apart, in all, those in the branches of conditionals (drawing, penalties), of which a greedy round takes two
+kernels a draw. Graphs: CUDA graphs of the whole program; 1 means that nothing breaks the loop. Copied: caches,
+recurrent state and weights written anew. Weights: GB of them that a round's operations read (prefill: all), each array
+once for each operation that takes it, of those held; the embedding, of which rows are gathered, is not counted on one
+device, the head of a round is for drafts and once more to verify, and of experts' arrays only the chosen are read.
+Estimate: the TPU compiler's own, of a loop's body once and without the loops over the context. GPUs: with Triton
+kernels, but for `--kernels xla`.
 
 Whole models were compiled before 27 November 2026. Their kernels a layer have some of the branches' kernels among them,
 22 in all of a plain step and 40 of a round: those after the first loop within a branch.
@@ -100,6 +106,12 @@ def measure(script: str, command: str) -> dict:
     return json.loads(done.stdout)
 
 
+def kernels(figures: dict) -> str:
+    """The kernels a layer of a program, and the calls that they are where several are one; "" on a TPU."""
+    count, calls = (f"{figures[k]:.1f}" if k in figures else "" for k in ("kernels_per_layer", "calls_per_layer"))
+    return count if calls in ("", count) else f"{count} in {calls}"
+
+
 def table(rows: dict[str, dict]) -> str:
     """Markdown: a line a program."""
     lines = []
@@ -117,7 +129,7 @@ def table(rows: dict[str, dict]) -> str:
                 name,
                 f"{f['all'] / 1e9:.1f}{'' if f['fits'] else ' **does not fit**'}",
                 f"{f['temporaries'] / 1e9:.3f}",
-                f"{f['kernels_per_layer']:.1f}" if "kernels_per_layer" in f else "",
+                kernels(f),
                 str(f.get("kernels_in_branches", "")),
                 str(f.get("graphs", "")),
                 f"{f['collectives_per_layer']:.1f}",
@@ -157,6 +169,13 @@ def drafts_table(rows: dict[str, dict]) -> str:
     return OF_DRAFTS + "\n".join(lines) + "\n"
 
 
+def page(figures: dict[str, dict]) -> str:
+    """The page of all figures."""
+    text = INTRODUCTION + table(figures["full"])
+    text += "\nThe first four layers (three recurrent, one of attention), which a test holds these figures to:\n"
+    return text + table(figures["four-layers"]) + drafts_table(figures["drafts"])
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", choices=list(SECTIONS))
@@ -171,10 +190,7 @@ def main() -> None:
                 held[command] = measure(script, command)
             figures[name] = {c: held[c] for c in commands if c in held}
             FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-    text = INTRODUCTION + table(figures["full"])
-    text += "\nThe first four layers (three recurrent, one of attention), which a test holds these figures to:\n"
-    text += table(figures["four-layers"]) + drafts_table(figures["drafts"])
-    FIGURES.with_suffix(".md").write_text(text)
+    FIGURES.with_suffix(".md").write_text(page(figures))
 
 
 if __name__ == "__main__":

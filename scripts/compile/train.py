@@ -47,8 +47,6 @@ every expert computed for every token, as it is on TPUs; on GPUs an expert is co
 | row | mesh | rows × tokens, anchors | GB | arguments | temporaries | collectives | GFLOP/token | hours | compiled s |
 |---|---|---|---|---|---|---|---|---|---|
 """
-# Dense bfloat16, as the makers state it.
-PEAK = {"b200": 2.25e15, "h200": 0.989e15, "h100": 0.989e15, "v6e": 0.918e15, "v5p": 0.459e15, "v5e": 0.197e15}
 UTILISATION, TOKENS = 0.4, 1e9
 
 
@@ -149,7 +147,7 @@ def table(rows: dict[str, dict]) -> str:
         fits = "" if f["fits"] else " **does not fit**"
         shape = f"{row['rows']} × {row['sequence_length']:,}, {row['anchors']}"
         device = command.split("--device ")[1].partition(" ")[0].partition(":")[0]
-        rate = UTILISATION * PEAK[device] * 8
+        rate = UTILISATION * DEVICES[device].operations * 8
         needed, computed = row["flops_a_token"], row["flops_computed"]
         cost = f"{needed / 1e9:.1f} | {TOKENS * needed / rate / 3600:.1f}"
         if computed > needed and ":" in command:

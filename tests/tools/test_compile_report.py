@@ -13,7 +13,7 @@ from tests.helpers import load_script
 from tools.xla_text import KERNELS, copied_bytes, thunk_kinds, weights_read, written_bytes
 
 ROOT = Path(__file__).parents[2]
-compile_train = load_script("compile/train.py")
+compile_table, compile_train = load_script("compile/table.py"), load_script("compile/train.py")
 
 RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
 TRAINING = json.loads((ROOT / "benchmarks/training.json").read_text())
@@ -31,6 +31,19 @@ FIGURES = RECORDED["four-layers"] | (RECORDED["full"] if FULL else {})
 DRAFTS = {command: row for command, row in RECORDED["drafts"].items() if FULL or row["slots"] == 1}
 # Python 3.12 with jax 0.11 and the compilers, if it is not this one.
 PYTHON = os.environ.get("DFLASH_COMPILE_PYTHON", sys.executable)
+
+
+def test_the_page_is_that_of_the_figures():
+    assert (ROOT / "benchmarks/compile.md").read_text() == compile_table.page(RECORDED)
+
+
+def test_calls_are_shown_where_they_are_fewer_than_kernels():
+    """Figures from before calls were counted have none, and those of a TPU have neither."""
+    shown = compile_table.kernels
+    assert shown({"kernels_per_layer": 13.04, "calls_per_layer": 6.26}) == "13.0 in 6.3"
+    assert shown({"kernels_per_layer": 13.04, "calls_per_layer": 13.04}) == "13.0"
+    assert shown({"kernels_per_layer": 13.04}) == "13.0"
+    assert shown({}) == ""
 
 
 @cache

@@ -15,14 +15,23 @@ NOTES = {
     "launches, every form once. Without a card each is built for compute capability 9.0 and not launched.",
     "kernels": "Each kernel runs twice and with its rows in another order, which must give equal bits, and beside its "
     "definition in JAX in float64. Its distance from that is allowed to be three times that of the definition in the "
-    "kernel's own dtype, and a few roundings. Rows past the end take part; what must not be read is NaN.",
+    "kernel's own dtype, and a few roundings. Rows past the end take part; what must not be read is NaN. Launches in "
+    "one call (`--kernels all`) must also give the bits of single ones.",
     "tokens": "Random models with heads of the sizes of Qwen3.6-35B-A3B's, and a drafter that knows half of the text. "
     "Tokens are compared with those of plain decoding: in float32 without kernels, where a tie (a margin below 1e-4) "
-    "counts as equal in one of eight requests; in bfloat16 with `--reproducible`, where no tie is allowed.",
-    "ruler on cpu": "`scripts/bench/decode.py` on the bundled pair: it shows that the ruler runs.",
-    "ruler": "`scripts/bench/decode.py`, with random weights. 16 tokens a round are sent to 102 experts of a layer, "
-    "other numbers to as many as evenly used routers choose.",
+    "counts as equal in one of eight requests; in bfloat16 with `--reproducible` and the same kernels, where no tie is "
+    "allowed. Kernels all: those that no card has run, too, launched in joined calls.",
+    "ruler on cpu": "`scripts/bench/decode.py` on the shapes of the bundled pair: it shows that the ruler runs.",
+    "ruler": "`scripts/bench/decode.py`, with random weights; tokens are sent to as many experts of a layer as evenly "
+    "used routers choose.",
 }
+# Of the ruler's rows.
+FIGURES = {
+    "round ms": "round_ms", "draft": "draft_ms", "verify": "verify_ms", "commit": "commit_ms",
+    "prefill ms": "prefill_ms", "GB": "gb_a_round", "floor ms": "floor_ms", "of floor": "of_floor",
+    "of data sheet": "of_data_sheet", "floor with arithmetic ms": "floor_with_arithmetic_ms",
+    "of it": "of_floor_with_arithmetic", "experts": "experts_touched", "model": "model",
+}  # fmt: skip
 STATUSES = ("exact", "measured", "failed", "timed out", "skipped", "not run")
 # Cases of a page's last table at most; report.json has all.
 SHOWN = 30
@@ -71,18 +80,34 @@ def farthest(cases: dict[str, dict]) -> list[str]:
     return lines if groups else []
 
 
+def by_turns(default, every) -> str:
+    """A figure of a point with the default kernels and with all, and its ratio where they differ."""
+    if default is None or every is None or default == every:
+        return cell(default if every is None else every) if (default, every) != (None, None) else ""
+    ratio = f" ({every / default:.2f})" if isinstance(default, float) and default else ""
+    return f"{cell(default)} → {cell(every)}{ratio}"
+
+
 def ruler(cases: dict[str, dict]) -> list[str]:
-    """The lines of the table of measured cases."""
-    rows = {name: case for name, case in cases.items() if case["status"] == "measured"}
-    columns = list(
-        dict.fromkeys(k for case in rows.values() for k in case if k not in ("status", "seconds", "dearest"))
-    )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += ["| " + " | ".join(cell(case.get(k, "")) for k in columns) + " |" for case in rows.values()]
-    for name, case in rows.items():
+    """A table with a line for each point, and the kernels of each trace."""
+    points: dict[str, dict[str, dict]] = {}
+    for name, case in cases.items():
+        if "row" in case:
+            point, _, kernels = name.rpartition(", kernels ")
+            points.setdefault(point, {})[kernels] = case["row"]
+    shown = {c: k for c, k in FIGURES.items() if any(k in row for turns in points.values() for row in turns.values())}
+    bandwidths = {str(case["about"]["bandwidth_gb_per_s"]) for case in cases.values() if "row" in case}
+    lines = [f"Floors: at {' and '.join(sorted(bandwidths))} GB/s. `--kernels auto` → `--kernels all` (ratio):", ""]
+    lines += [f"| point | {' | '.join(shown)} |", "|---" * (len(shown) + 1) + "|"]
+    for point, turns in points.items():
+        default, every = (turns.get(kernels, {}) for kernels in ("auto", "all"))
+        lines.append(f"| {point} | {' | '.join(by_turns(default.get(k), every.get(k)) for k in shown.values())} |")
+    lines = lines if points else []
+    for name, case in cases.items():
         if "dearest" in case:
-            lines += ["", f"{name}: the dearest kernels.", "", *(f"- {cell(line)}" for line in case["dearest"])]
-    return lines if rows else []
+            lines += ["", f"{name} ({case['trace']}): the dearest kernels.", ""]
+            lines += [f"- {cell(line)}" for line in case["dearest"]]
+    return lines
 
 
 def page(record: dict) -> str:

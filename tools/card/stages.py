@@ -127,7 +127,7 @@ def kernels(args) -> Cases:
     from tools.kernels.comparisons import REAL, SMALL
 
     on_card = args.platform == "cuda"
-    for i, (name, make) in enumerate(kernel_cases.comparisons(REAL if on_card else SMALL)):
+    for i, (name, make) in enumerate(kernel_cases.remaining_first(REAL if on_card else SMALL)):
         yield name, lambda i=i, make=make: kernel_cases.check(make(kernel_cases.Source(i, on_card)), on_card)
 
 
@@ -165,7 +165,8 @@ def _sanitized(tool: str) -> dict:
 
 
 def sanitizer(args) -> Cases:
-    """Runs kernels alone, at small sizes: one token and several, one row and several, few tokens and many."""
+    """Runs kernels alone, at small sizes: one token and several, one row and several, few and many, joined and not."""
+    from dflash_jax.ops.kernels.triton import call
     from tools.kernels import cases as kernel_cases
     from tools.kernels.comparisons import SMALL
 
@@ -174,8 +175,9 @@ def sanitizer(args) -> Cases:
         match = re.match(r"(\w+) \w+, B (\d+), T (\d+)", name)
         assert match is not None, name
         function, rows, count = match.groups()
-        form = function, rows == "1", count == "1", int(count) > 16
-        if form not in seen:
+        is_joined = name.endswith(kernel_cases.JOINED)
+        form = function, rows == "1", count == "1", int(count) > 16, is_joined
+        if form not in seen and not (is_joined and call.why_not()):
             seen.add(form)
             yield name, lambda i=i, make=make: kernel_cases.launched(make(kernel_cases.Source(i)))
 

@@ -1,4 +1,4 @@
-"""Measures a round's parts, each in a loop on the device, beside the bytes that they must move."""
+"""Measures a round's parts, each in a loop on the device, beside the least time of their bytes and operations."""
 
 import math
 import statistics
@@ -29,6 +29,7 @@ from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import moe
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.parallel.devices import Device
 from dflash_jax.parallel.sharding import DATA, spec
 from dflash_jax.planner import measure_slot, weigh
 from tools.decode.pair import ROOM, Pair, Point
@@ -177,19 +178,23 @@ class Bench:
         programs: The executables.
         pair: The pair.
         bandwidth: Bytes per second of the device.
+        device: What its maker states; None where that is not known.
         layout: The mesh.
         weights: The target's weights.
         drafts: The drafter's weights.
-        head: Bytes of the target's head that each of the drafter's passes reads: none with a vocabulary of its own.
+        head: Bytes and parameters of the target's head that each of the drafter's passes reads: none with a vocabulary
+            of its own.
         slot: Bytes of a slot.
     """
 
-    def __init__(self, pair: Pair, bandwidth: float):
-        self.programs, self.pair, self.bandwidth = Executables(pair.target, pair.drafter), pair, bandwidth
+    def __init__(self, pair: Pair, bandwidth: float, device: Device | None = None):
+        self.programs, self.pair = Executables(pair.target, pair.drafter), pair
+        self.bandwidth, self.device = bandwidth, device
         self.layout = pair.target.layout
         self.weights = weigh(pair.target, self.layout)
         self.drafts = weigh(pair.drafter, self.layout)
-        self.head = self.weights.head if pair.drafter.vocabulary is None else 0.0
+        reads_head = pair.drafter.vocabulary is None
+        self.head = (self.weights.head, self.weights.head_parameters) if reads_head else (0.0, 0.0)
         self.slot = measure_slot(pair.target, pair.drafter, self.layout)
 
     def state(self, point: Point):
@@ -300,9 +305,7 @@ class Bench:
         for name, call in calls.items():
             seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
             figures[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
-        moved = self.bytes(point, touched)
-        figures |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
-        figures["of_floor"] = round(figures["floor_ms"] / figures["round_ms"], 3)
+        figures |= self.floors(point, touched, figures["round_ms"])
         figures["prefill_tokens_per_s"] = round(
             1e3 * prefilled(point, self.pair.target.backend) / figures["prefill_ms"]
         )
@@ -327,18 +330,40 @@ class Bench:
 
         return replace(state, **{name: like(getattr(state, name), value) for name, value in values.items()})
 
-    def bytes(self, point: Point, touched: float | None) -> float:
-        """Bytes that a round must move on each device.
+    def work(self, point: Point, touched: float | None) -> list[tuple[float, float]]:
+        """(bytes, operations) of what a round must do on each device.
 
-        Those are the weights (of experts, those that are touched), keys and values of the context, and the recurrent
-        state, read and written.
+        Those are the products with the weights (of experts, those that are touched), keys and values of the context,
+        and the recurrent state, read and written. Operations of attention and of the delta rule are left out.
         """
-        rows, drafts = math.ceil(point.batch / self.layout.data), point.block_size > 1
-        passes, tokens = self.pair.drafter.config.passes(point.block_size) if drafts else (0, 0)
+        rows, block_size = math.ceil(point.batch / self.layout.data), point.block_size
+        work = self.weights.work(rows * block_size, touched)
         cached, both = (self.slot.read(point.context, each) for each in (False, True))
-        drafting = passes * (self.drafts.read(rows * tokens) + self.head + rows * (both - cached)) if drafts else 0.0
-        context = rows * (2 * self.slot.state + cached)
-        return self.weights.read(rows * point.block_size, touched) + drafting + context
+        if block_size > 1:
+            passes, tokens = self.pair.drafter.config.passes(block_size)
+            size, parameters = self.head
+            draft = [*self.drafts.work(rows * tokens), (size, 2 * parameters * rows * (block_size - 1) / passes)]
+            draft.append((rows * (both - cached), 0.0))
+            work += [(passes * moved, passes * operations) for moved, operations in draft]
+        return [*work, (rows * (2 * self.slot.state + cached), 0.0)]
+
+    def floors(self, point: Point, touched: float | None, round_ms: float) -> dict:
+        """The least times of a round, and the shares of them that a measured one reaches.
+
+        By bytes at the bandwidth of this run and at the data sheet's; and, with arithmetic, where each product takes
+        the longer of its bytes and of its operations at the data sheet's rate.
+        """
+        work = self.work(point, touched)
+        moved = sum(size for size, _ in work)
+        figures = {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
+        figures["of_floor"] = round(figures["floor_ms"] / round_ms, 3)
+        if self.device is not None and self.device.bandwidth and self.device.operations:
+            figures["of_data_sheet"] = round(1e3 * moved / self.device.bandwidth / round_ms, 3)
+            rate = self.device.operations
+            longer_ms = 1e3 * sum(max(size / self.bandwidth, operations / rate) for size, operations in work)
+            figures["floor_with_arithmetic_ms"] = round(longer_ms, 4)
+            figures["of_floor_with_arithmetic"] = round(longer_ms / round_ms, 3)
+        return figures
 
     def compiled(self, point: Point) -> dict:
         """Temporaries of the loop's program, and the peak memory of the point's programs."""

@@ -5,12 +5,18 @@ a published model's sizes, in Triton's interpreter at small ones.
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.errors import InputError
+from dflash_jax.ops.kernels.triton import call
+from dflash_jax.ops.kernels.triton.launch import chained, launch_by_default, launching
 from tools import float64_reference
 from tools.kernels import arguments
 from tools.kernels.arguments import Source
@@ -37,26 +43,44 @@ from tools.kernels.comparisons import (
     writing,
 )
 
+# What was compared on a card, in the form of the check's own report.
+RECORD = Path(__file__).resolve().parents[2] / "benchmarks/card-h200.json"
+# How the names of comparisons of joined launches end.
+JOINED = ", in one call"
+
 
 def check(comparison: Comparison, on_card: bool) -> dict:
     """Runs a kernel twice and once with its rows permuted, and compares with the definition in float64.
 
+    Joined launches are also compared with single ones, to the bit: those of jax-triton where it can be used.
+
     Returns:
         {"status": "exact"} with the distance as a share of what is allowed, or {"status": "failed", "why"}.
+
+    Raises:
+        InputError: This machine cannot join launches.
     """
     c = comparison
     # Interpreted, a kernel runs as it is called.
-    kernel = jax.jit(c.kernel) if on_card else c.kernel
+    kernel = joined(c) if c.joined else jax.jit(c.kernel) if on_card else c.kernel
+    if c.joined and on_card and (reason := call.why_not()):
+        raise InputError(f"launches cannot be joined: {reason}")
     rows = next(x for x in jax.tree.leaves(c.args) if x.ndim).shape[0] if not c.in_place else len(c.args[0].rows)
     order = np.random.default_rng(0).permutation(rows)
 
-    def run(args):
+    def run(args, kernel=kernel):
         with jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
             return [np.asarray(x) for x in jax.tree.leaves(kernel(*args))]
 
     result = run(c.args)
     if not same_bits(result, run(c.args)):
         return failed("two runs gave other bits")
+    if c.joined:
+        if f"{call.launch_p.name}[" not in str(jax.make_jaxpr(kernel)(*c.args)):
+            return failed("there is no call of joined launches")
+        # A function of its own: JAX would take what it has traced of the kernel, with other launches.
+        if not same_bits(result, run(c.args, jax.jit(lambda *args: c.kernel(*args)))):
+            return failed("single launches gave other bits")
     # A state's last leaf is its rows.
     other = run(c.permuted(c.args, order))
     if not (same_bits(result[:-1], other[:-1]) if c.in_place else same_bits([x[order] for x in result], other)):
@@ -76,9 +100,20 @@ def check(comparison: Comparison, on_card: bool) -> dict:
     return verdict(result, exact, c.dtype)
 
 
+def joined(comparison: Comparison) -> Callable:
+    """The kernel with its launches joined, compiled."""
+
+    def kernel(*args):
+        with launching(launch_by_default):
+            return chained(comparison.kernel)(*args)
+
+    return jax.jit(kernel)
+
+
 def launched(comparison: Comparison) -> dict:
     """{"status": "exact"} once the kernel has run."""
-    jax.block_until_ready(jax.jit(comparison.kernel)(*comparison.args))
+    kernel = joined(comparison) if comparison.joined else jax.jit(comparison.kernel)
+    jax.block_until_ready(kernel(*comparison.args))
     return {"status": "exact"}
 
 
@@ -108,6 +143,13 @@ def same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
 
 
+def remaining_first(sizes: Sizes) -> list[tuple[str, Callable[[Source], Comparison]]]:
+    """As `comparisons`, with those last that `RECORD` has as exact, unless the kernel was replaced since."""
+    cases = json.loads(RECORD.read_text())["stages"]["kernels"]["cases"]
+    exact = {name for name, case in cases.items() if case["status"] == "exact" and "replaced" not in case}
+    return sorted(comparisons(sizes), key=lambda each: each[0] in exact)
+
+
 def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparison]]]:
     """(name, function that makes the comparison), the likeliest to fail and the most used first."""
 
@@ -118,6 +160,27 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         inspect.signature(function).bind(None, sizes, rows, tokens, dtype, **options)
         return name, lambda source: function(source, sizes, rows, tokens, dtype, **options)
 
+    def in_one_call(*args, **options):
+        name, make = named(*args, **options)
+        return name + JOINED, lambda source: replace(make(source), joined=True)
+
+    # A block and a token of one sequence, as decoding launches them.
+    for tokens in (16, 1):
+        for function, options in (
+            (attention, {"heads": "target", "mask": "causal"}),
+            (attention, {"heads": "draft", "mask": "open"}),
+            (delta, {}),
+            (replaying, {}),
+            (replaying, {"layers": 30}),
+            (mixtures, {}),
+            (rotation, {"heads": "target"}),
+            (rotation, {"heads": "draft"}),
+            (writing, {}),
+            (convolutions, {}),
+        ):
+            yield in_one_call(function, 1, tokens, BF16, **options)
+        for weights in ("inputs of attention", "router", "gated", "residual", "head"):
+            yield in_one_call(products, tokens, 1, BF16, weights=weights)
     for rows, tokens in sizes.all(BF16):
         yield named(attention, rows, tokens, BF16, heads="target", mask="causal")
     for rows, tokens in sizes.all(BF16):

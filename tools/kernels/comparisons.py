@@ -83,6 +83,7 @@ class Comparison:
         permuted: (``args``, an order of the rows) → arguments in this order; None: rows have no order.
         in_place: The result is a state, which does not depend on the order of rows.
         to_the_bit: The result is copied, not computed.
+        joined: The kernel's launches are one call where they follow one another, as with ``--kernels all``.
     """
 
     dtype: jnp.dtype
@@ -93,6 +94,7 @@ class Comparison:
     plain: tuple | None = None
     in_place: bool = False
     to_the_bit: bool = False
+    joined: bool = False
 
 
 XLA = Backend.xla("cuda")
@@ -269,7 +271,10 @@ def replaying(source, sizes: Sizes, rows, tokens, dtype, layers=0) -> Comparison
     state, record = arguments.poisoned(args[2]), arguments.spoilt(record, count)
 
     def of_layers(replay_layers, state, record, n):
-        states = [replace(state, recurrent=state.recurrent * (1 + i / 8)) for i in range(layers)]
+        scales = [1 + i / 8 for i in range(layers)]
+        states = [
+            replace(state, recurrent=state.recurrent * scale, conv_inputs=state.conv_inputs * scale) for scale in scales
+        ]
         after = replay_layers(states, [record] * layers, n)
         recurrent, conv = (jnp.stack(x) for x in zip(*((s.recurrent, s.conv_inputs) for s in after), strict=True))
         return replace(state, recurrent=recurrent, conv_inputs=conv)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from tools.card import wheels as card_wheels
 
 ROOT = Path(__file__).parents[3]
 card_check = load_script("card/check.py")
+script = load_script("bench/decode.py")
 # A stage without a device: a line a case, as `stages` writes them. What cases do is in stages.json.
 FAKE = """
 import json, os, signal, sys, time
@@ -252,26 +254,81 @@ def test_a_report_is_not_written_over(fake, capsys):
 
 def test_what_was_measured_goes_along_to_another_directory(fake, tmp_path):
     fake({})
-    (fake.out / "decode.json").write_text("{}")
+    (fake.out / "trace-1-round.json.gz").write_text("")
     code = card_check.main(["--resume", str(fake.out / "report.json"), "--out", str(tmp_path / "another")])
     assert code == 0
     names = {path.name for path in (tmp_path / "another").iterdir()}
-    assert names == {"report.json", "report.md", "log.txt", "decode.json"}
+    assert names == {"report.json", "report.md", "log.txt", "trace-1-round.json.gz"}
 
 
-def test_at_most_eight_files(monkeypatch, tmp_path):
-    outs, options = set(), []
-    monkeypatch.setattr(
-        card_ruler, "measured", lambda some, point, out: outs.add(out.name) or options.append(some) or {}
+@pytest.fixture
+def decoding(monkeypatch):
+    """In place of the ruler's processes, a function that writes what they write; it keeps their commands."""
+    ruler = SimpleNamespace(commands=[], environments=[], rounds=iter(range(1, 99)), row={})
+
+    def run(command, env, **options):
+        ruler.commands.append(command)
+        ruler.environments.append(env)
+        asked = script.make_parser().parse_args(command[2:])
+        point = script.Point.parse(*asked.points)
+        path = asked.out.with_name(asked.out.name + ".json")
+        if path.exists():
+            record = json.loads(path.read_text())
+        else:
+            row = {"round_ms": float(next(ruler.rounds)), "of_floor": 0.5} | ruler.row
+            about = {"bandwidth_gb_per_s": asked.bandwidth or 7.0}
+            record = {"about": about, "points": {f"{point}, 9 experts": row}}
+        path.write_text(json.dumps(record))
+        if asked.profile:
+            asked.out.with_name(asked.out.name + "-trace.json.gz").write_text("")
+        return SimpleNamespace(returncode=0, stderr=f"  0.1 ms a {asked.profile}, 2 times: kernel\n")
+
+    monkeypatch.setattr(card_ruler.subprocess, "run", run)
+    return ruler
+
+
+def ruled(decoding, out, on_card: bool, **machine) -> card_check.Report:
+    """The report after all cases of the ruler."""
+    report = card_check.Report(out, card_check.fresh("cuda" if on_card else "cpu", ""))
+    for name, case in machine.items():
+        report.end(report.stage("machine"), name, case)
+    (out / "log.txt").touch()
+    for name, check in card_ruler.cases(on_card, str(out)):
+        report.end(report.stage("ruler"), name, check())
+    return report
+
+
+@pytest.mark.parametrize("on_card", [True, False])
+def test_points_are_measured_by_turns_and_traces_last(decoding, tmp_path, on_card):
+    """With one bandwidth, in at most eight files. A trace measures nothing again."""
+    ruled(decoding, tmp_path, on_card, bandwidth={"status": "measured", "gb_per_s": 4321.5})
+    asked = [script.make_parser().parse_args(command[2:]) for command in decoding.commands]
+    measured = [each for each in asked if not each.profile]
+    assert [each.kernels for each in measured] == ["auto", "all"] * (len(measured) // 2)
+    assert all(
+        a.points == b.points and a.quantize == b.quantize for a, b in zip(measured[::2], measured[1::2], strict=True)
     )
-    for _, check in card_ruler.cases(True, str(tmp_path)):
-        check()
-    traces = {"trace"} if any("--profile" in some for some in options) else set()
-    assert len({"report.json", "report.md", "log.txt"} | traces) + 2 * len(outs) == 8
-    # One trace, of all layers; 102 experts for 16 tokens.
-    assert sum("--profile" in some for some in options) == 1
-    assert not any("--layers" in some for some in options)
-    assert options[0][options[0].index("--experts") + 1] == "102"
+    assert asked[: len(measured)] == measured
+    assert {each.bandwidth for each in asked} == {4321.5}
+    assert not any(each.layers for each in asked)
+    assert {each.experts for each in asked} == {"even"}
+    assert {each.draft for each in asked} == {None, "mtp"}
+    assert {each.quantize for each in asked} == {None, "fp8"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) <= 8
+    assert len([name for name in names if name.startswith("trace")]) == len(asked) - len(measured)
+    assert {each.profile for each in asked} == {None, "round", "prefill"}
+    assert next(decoding.rounds) == len(measured) + 1
+    page = (tmp_path / "report.md").read_text()
+    assert "Floors: at 4321.5 GB/s." in page
+    assert page.count("| bfloat16, batch 1, width 16, context 2048 | 1.0 → 2.0 (2.00) | 0.5 |") == on_card
+    assert page.count("- 0.1 ms a prefill, 2 times: kernel") == 1
+
+
+def test_the_ruler_measures_the_bandwidth_where_the_machine_stage_did_not(decoding, tmp_path):
+    ruled(decoding, tmp_path, False, bandwidth={"status": "failed", "why": "it crashed"})
+    assert not any("--bandwidth" in command for command in decoding.commands)
+    assert "Floors: at 7.0 GB/s." in (tmp_path / "report.md").read_text()
 
 
 def test_the_log_stays_small(tmp_path):
@@ -339,21 +396,14 @@ def test_a_sanitizer_that_ran_no_case_found_nothing_out(monkeypatch):
     assert card_stages._sanitized("memcheck") == {"status": "exact", "cases": 1}
 
 
-def test_weights_in_fp8_are_no_point_in_bfloat16(monkeypatch, tmp_path):
+def test_weights_in_fp8_are_no_point_in_bfloat16(decoding, tmp_path):
     """What the ruler takes where bfloat16 does not fit."""
-    row = {"round_ms": 1.0, "model": "held in FP8: bfloat16 does not fit"}
-    (tmp_path / "decode.json").write_text(json.dumps({"about": {}, "points": {"batch 1": row}}))
-    environments = []
-
-    def run(*args, env, **options):
-        environments.append(env)
-        return SimpleNamespace(returncode=0, stderr="")
-
-    monkeypatch.setattr(card_ruler.subprocess, "run", run)
-    asked = [card_ruler.measured(card_ruler.point(q, 1, 1, 8), "batch 1", tmp_path / "decode") for q in (None, "fp8")]
+    decoding.row = {"model": "held in FP8: bfloat16 does not fit"}
+    places = card_ruler.bfloat16(1, 1, 2048), card_ruler.fp8(1, 1, 2048)
+    asked = [card_ruler.measured(place, "auto", True, tmp_path) for place in places]
     assert [one["status"] for one in asked] == ["skipped", "measured"]
     assert "does not fit" in asked[0]["why"]
-    assert environments[0]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95"
+    assert decoding.environments[0]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95"
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -420,6 +470,27 @@ def test_a_wrong_kernel_is_found(interpreted):
     assert "another order" in changed(lambda y: y.at[0].mul(1 + 1e-6))["why"]
 
 
+def test_joined_launches_that_differ_are_found(interpreted):
+    """From single ones, or that are none."""
+    from dflash_jax.ops.kernels.triton import launch
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import BF16, SMALL, products
+
+    single = products(kernel_cases.Source(0), SMALL, 7, 1, BF16, "residual")
+    comparison = replace(single, joined=True)
+    assert kernel_cases.check(comparison, False)["status"] == "exact"
+
+    def kernel(*args):
+        (y,) = comparison.kernel(*args)
+        # A launcher of single launches is a function.
+        is_joined = isinstance(launch._launcher.get(), partial)
+        return (y.at[0, 0, 0].multiply(1 + 2**-7) if is_joined else y,)
+
+    assert "single launches" in kernel_cases.check(replace(comparison, kernel=kernel), False)["why"]
+    without = replace(comparison, kernel=comparison.definition)
+    assert "no call" in kernel_cases.check(without, False)["why"]
+
+
 def test_a_recorded_launch_is_run_over_zeros(interpreted):
     """As `card_build` records it: kinds of arguments and results, their shapes, and what is written in place."""
     from dflash_jax.ops.kernels.triton import launch
@@ -460,18 +531,43 @@ def test_tokens_may_part_at_a_few_ties():
 
 def test_names_of_cases_are_unique():
     """And each case has a function that takes its options, which is called on a card only."""
+    from tools.card import tokens as card_tokens
     from tools.kernels import cases as kernel_cases
     from tools.kernels.comparisons import REAL, SMALL
 
     for sizes in (REAL, SMALL):
         names = [name for name, _ in kernel_cases.comparisons(sizes)]
         assert len(set(names)) == len(names)
+    for on_card in (True, False):
+        for cases in (card_tokens.cases(on_card), card_ruler.cases(on_card, "")):
+            names = [name for name, _ in cases]
+            assert len(set(names)) == len(names)
+            assert any("kernels all" in name for name in names)
+
+
+def test_what_a_card_has_compared_comes_last():
+    """In the same order otherwise; a kernel that was replaced since is compared again."""
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import REAL
+
+    names, before = ([n for n, _ in f(REAL)] for f in (kernel_cases.remaining_first, kernel_cases.comparisons))
+    recorded = json.loads(kernel_cases.RECORD.read_text())["stages"]["kernels"]["cases"]
+    assert set(recorded) <= set(names)
+    replaced = {f"products bfloat16, B {rows}, T 1, router" for rows in (7, 16)}
+    exact = set(recorded) - replaced
+    assert len(exact) == 66
+    assert set(names[-66:]) == exact
+    for some in (names[:-66], names[-66:]):
+        assert some == [name for name in before if name in some]
+    # No card has run joined launches.
+    assert names[0].endswith(", in one call")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 def test_a_short_real_run(interpreted, tmp_path):
     """All but a few cases count as done: the others run interpreted, in processes, and are exact."""
     kept = {"writing bfloat16, B 1, T 16", "products bfloat16, B 1, T 1, router"}
+    kept.add("products bfloat16, B 1, T 1, residual, in one call")
     names = [name for name, _ in card_stages.kernels(SimpleNamespace(platform="cpu"))]
     done = {name: {"status": "exact"} for name in names if name not in kept}
     record = card_check.fresh("cpu", "")

@@ -14,8 +14,10 @@ import pytest
 
 from dflash_jax.errors import InputError
 from dflash_jax.models import moe as moe_layer
-from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 from dflash_jax.planner import Slot, abstract_pair, read_shapes, weigh
 from tests.helpers import load_script
@@ -86,13 +88,63 @@ def test_every_part_is_timed(measured):
 
 @pytest.mark.parametrize(("block_size", "kv"), [(1, 3), (8, 3 + 5)])
 def test_a_round_reads_the_drafters_keys_only_where_it_drafts(block_size, kv):
-    weights = SimpleNamespace(read=lambda tokens, touched: 0.0)
-    drafts = SimpleNamespace(read=lambda tokens: 0.0)
+    weights = SimpleNamespace(work=lambda *args: [])
     pair = SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(passes=lambda block_size: (1, block_size))))
     bench = SimpleNamespace(
-        layout=ONE_DEVICE, slot=Slot(0, 0, 0, 3, 5), weights=weights, drafts=drafts, head=0.0, pair=pair
+        layout=ONE_DEVICE, slot=Slot(0, 0, 0, 3, 5), weights=weights, drafts=weights, head=(0.0, 0.0), pair=pair
     )
-    assert Bench.bytes(bench, Point(2, block_size, 100), None) == 2 * 100 * kv
+    assert moved(bench, Point(2, block_size, 100), None) == 2 * 100 * kv
+
+
+def moved(bench, point, touched) -> float:
+    return sum(size for size, _ in Bench.work(bench, point, touched))
+
+
+@pytest.fixture(scope="module")
+def full_size():
+    """Qwen3.6-35B-A3B, its drafter and its head as the drafter, as shapes, beside an H200."""
+
+    def bench(quantize=None, draft="Qwen3.6-35B-A3B-DFlash"):
+        shapes = read_shapes(*(str(ROOT / f"configs/hf/{name}.json") for name in ("Qwen3.6-35B-A3B", draft)))
+        target, drafter = abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, quantize, Backend.for_card(HOPPER))
+        return Bench(decode_pair.Pair("", target, drafter, ""), 4.48e12, DEVICES["h200"])
+
+    return {"bfloat16": bench(), "fp8": bench("fp8"), "mtp": bench(draft="Qwen3.6-35B-A3B")}
+
+
+def test_the_floor_with_arithmetic(full_size):
+    """As benchmarks/NOTES.md has it for a round of 16 at batch 32; at batch 1 bytes take longer everywhere."""
+    found = full_size["bfloat16"].floors(Point(32, 16, 2048), 256.0, 32.59)
+    # Millions of parameters: attention, Gated DeltaNet, shared experts, drafter's layers, head; then the 480 drafts'.
+    excess = sum(1e6 * n * (2 * 512 / 989e12 - 2 / 4.48e12) for n in (272.6, 1006.6, 125.8, 352.3, 508.6))
+    excess += 508.6e6 * (2 * 480 / 989e12 - 2 / 4.48e12)
+    # Routers, gates and the drafter's projection of taps are small.
+    assert 0.02 < found["floor_with_arithmetic_ms"] - found["floor_ms"] - 1e3 * excess < 0.04
+    assert round(found["floor_ms"] + 1e3 * excess, 1) == 18.8
+    assert found["of_floor_with_arithmetic"] == round(found["floor_with_arithmetic_ms"] / 32.59, 3)
+    assert found["of_data_sheet"] == pytest.approx(found["of_floor"] * 4.48 / 4.8, abs=1e-3)
+    for name, point, touched in (
+        ("bfloat16", Point(1, 1, 2048), 8.0), ("bfloat16", Point(1, 16, 2048), 102.0), ("mtp", Point(1, 4, 2048), 31.0),
+        ("fp8", Point(1, 1, 2048), 8.0), ("fp8", Point(1, 16, 2048), 102.0),
+    ):  # fmt: skip
+        found = full_size[name].floors(point, touched, 1.0)
+        assert found["floor_with_arithmetic_ms"] == found["floor_ms"]
+
+
+def test_bytes_are_those_of_the_record(full_size):
+    """Of all rows of the records with the drafter. (The head's counts its keys and values once, not in each pass.)"""
+    for suffix, name in (("triton", "bfloat16"), ("fp8", "fp8")):
+        record = json.loads((ROOT / f"benchmarks/decode-h200-qwen3.6-35b-a3b-{suffix}.json").read_text())
+        for where, row in record["points"].items():
+            point = Point(*(int(part.split()[1]) for part in where.split(", ")[:3]))
+            found = full_size[name].floors(point, row["experts_touched"], row["round_ms"])
+            assert found["gb_a_round"] == pytest.approx(row["gb_a_round"], abs=2e-4)
+
+
+def test_a_device_that_is_not_known_has_a_measured_floor_only(full_size):
+    bench = full_size["bfloat16"]
+    found = Bench.floors(SimpleNamespace(work=bench.work, bandwidth=4e12, device=None), Point(1, 1, 2048), 8.0, 3.0)
+    assert set(found) == {"gb_a_round", "floor_ms", "of_floor"}
 
 
 def test_the_head_as_the_drafter(system, tmp_path):
@@ -106,7 +158,7 @@ def test_the_head_as_the_drafter(system, tmp_path):
     read = []
     for given in (options, short):
         pair = decode_pair.open_pair(script.make_parser().parse_args(given), [Point(1, 3, 64)])
-        read.append(Bench(pair, 1e9).bytes(Point(1, 3, 64), 0.0))
+        read.append(moved(Bench(pair, 1e9), Point(1, 3, 64), 0.0))
     config = pair.target.config
     # Two passes, each with the whole head, or with 64 of its rows and their ids.
     assert read[0] - read[1] == 2 * (4 * (config.vocab_size - 64) * config.hidden_size - 4 * 64)
@@ -297,6 +349,53 @@ def test_of_experts_in_few_bits_only_those_that_are_touched_are_read():
     untouched = (256 - 70) * held.expert
     assert held.read(16, 70.0) == pytest.approx(held.total - held.lookup - untouched)
     assert held.read(16, 70.0) < 0.4 * held.total
+
+
+@pytest.fixture
+def unmeasured(monkeypatch, bench):
+    """Points take no time, and the bandwidth is measured as the next of 7, 8, … GB/s."""
+    bandwidths = (1e9 * n for n in range(7, 99))
+    monkeypatch.setattr(script, "measured_bandwidth", lambda: next(bandwidths))
+    monkeypatch.setattr(script, "open_pair", lambda *args: bench.pair)
+    monkeypatch.setattr(Bench, "measure", lambda self, point: {"round_ms": 1.0, "floor_ms": 1e9 / self.bandwidth})
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_record_has_one_bandwidth(measured, tmp_path, capsys):
+    """The one that is given, or the first that is measured, for all of its points."""
+
+    def run(name, *options):
+        code = script.main([*measured[1][:-1], str(tmp_path / name), *options])
+        if code:
+            return capsys.readouterr().err
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        return record["about"]["bandwidth_gb_per_s"], [row["floor_ms"] for row in record["points"].values()]
+
+    assert run("a", "--points", "1,1,64") == (7.0, [1 / 7])
+    assert run("a", "--points", "1,1,64", "2,4,64") == (7.0, [1 / 7, 1 / 7])
+    assert "give another --out" in run("a", "--points", "1,4,64", "--bandwidth", "5")
+    assert run("b", "--points", "1,1,64", "--bandwidth", "5.25") == (5.25, [1 / 5.25])
+    assert run("b", "--points", "2,4,64") == (5.25, [1 / 5.25, 1 / 5.25])
+    for wrong in ("0", "-1", "inf", "nan"):
+        assert "it must be GB/s, more than 0" in run("c", f"--bandwidth={wrong}")
+
+
+def test_a_trace_is_of_its_part_alone(bench, tmp_path, monkeypatch):
+    calls, ran = bench.calls, []
+
+    def watched(*args):
+        def watch(name, call):
+            return lambda state: ran.append(name) or call(state)
+
+        return {name: watch(name, call) for name, call in calls(*args).items()}
+
+    monkeypatch.setattr(bench, "calls", watched)
+    for part in script.PARTS:
+        dearest = script.profile(bench, Point(2, 4, 64), part, tmp_path / f"{part}.json.gz")
+        assert dearest[0][1] > 0
+        assert (tmp_path / f"{part}.json.gz").exists()
+    assert [*dict.fromkeys(ran)] == list(script.PARTS)
+    assert len(ran) == 2 * len(script.PARTS)
 
 
 @pytest.mark.usefixtures("counting")
