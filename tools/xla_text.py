@@ -105,6 +105,8 @@ def launched(hlo: str) -> list[int]:
             counts.append(int.from_bytes(bytes.fromhex(plan[1]), "little"))
         elif plan := re.search(r"plan = dense<\[\d+, (\d+)", line):
             counts.append(int(plan[1]))
+        else:
+            raise ValueError(f"a call whose plan has another form: {line[:300]}")
     return counts
 
 

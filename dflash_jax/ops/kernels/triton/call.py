@@ -10,6 +10,7 @@ node of its own, and a kernel may begin while the one before it ends.
 import base64
 import functools
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from jax.interpreters import mlir
 
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.library import Library, NotBuiltError
+
+log = logging.getLogger("dflash_jax")
 
 # The last PTX version whose features Triton's LLVM emits; the assemblers of CUDA 13 read it.
 PTX_VERSION = 90
@@ -287,6 +290,7 @@ def why_not(driver: str = DRIVER) -> str | None:
     try:
         loaded = library().load()
     except NotBuiltError as e:
+        log.warning("Triton kernels are not launched in one call: %s", e)
         return str(e)
     loaded.DflashDriver(driver.encode())
     capsules = {"initialize": jax.ffi.pycapsule(loaded.DflashLoad), "execute": jax.ffi.pycapsule(loaded.DflashRun)}

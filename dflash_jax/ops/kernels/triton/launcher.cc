@@ -54,6 +54,9 @@ struct Image {
   std::string name;
   std::string cubin;
   int64_t shared = 0;
+
+  // Loads the image into a context, once in a process: calls have images in common.
+  ffi::Error Load(CUcontext context, CUfunction* function) const;
 };
 
 struct Launch {
@@ -69,14 +72,12 @@ class Chain {
   static ffi::ErrorOr<std::unique_ptr<Chain>> Parse(ffi::Span<const int64_t> plan, std::string_view names,
                                                     std::string_view images);
   // Loads the images into the current context; not during the recording of a graph, which does not allow it.
-  ffi::Error Load(std::vector<CUfunction>* functions);
-  ffi::Error Run(CUstream stream, const std::vector<void*>& buffers);
+  ffi::Error Load(std::vector<CUfunction>* functions) const;
+  ffi::Error Run(CUstream stream, const std::vector<void*>& buffers) const;
 
  private:
   std::vector<Image> images_;
   std::vector<Launch> launches_;
-  std::mutex mutex_;
-  std::map<CUcontext, std::vector<CUfunction>> functions_;
 };
 
 int Sextet(char c) {
@@ -139,34 +140,51 @@ ffi::ErrorOr<std::unique_ptr<Chain>> Chain::Parse(ffi::Span<const int64_t> plan,
   return chain;
 }
 
-ffi::Error Chain::Load(std::vector<CUfunction>* functions) {
+ffi::Error Image::Load(CUcontext context, CUfunction* function) const {
+  using Key = std::tuple<CUcontext, int64_t, std::string>;
+  static auto* const mutex = new std::mutex();
+  static auto* const loaded = new std::map<Key, CUfunction>();
   const Driver& driver = TheDriver();
-  if (!driver.error.empty()) return ffi::Error::Internal(driver.error);
-  CUcontext context = nullptr;
-  if (CUresult code = driver.ctx_get_current(&context)) return Failed(code, "the context", images_.front().name);
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<CUfunction>& loaded = functions_[context];
-  // Where one fails, the next call begins with it.
-  for (size_t i = loaded.size(); i < images_.size(); ++i) {
-    const Image& image = images_[i];
+  std::lock_guard<std::mutex> lock(*mutex);
+  auto [found, is_new] = loaded->try_emplace(Key(context, shared, cubin));
+  if (is_new) {
     CUmodule module;
-    CUfunction function;
-    if (CUresult code = driver.module_load_data(&module, image.cubin.data())) return Failed(code, "loading", image.name);
-    if (CUresult code = driver.module_get_function(&function, module, image.name.c_str())) {
-      return Failed(code, "finding the function", image.name);
+    const char* what = "loading";
+    CUresult code = driver.module_load_data(&module, std::get<2>(found->first).data());
+    if (!code) {
+      what = "finding the function";
+      code = driver.module_get_function(&found->second, module, name.c_str());
     }
-    if (image.shared > kSharedWithoutAsking) {
-      auto bytes = static_cast<int>(image.shared);
-      CUresult code = driver.func_set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
-      if (code) return Failed(code, "shared memory (" + std::to_string(bytes) + " bytes)", image.name);
+    const std::string memory = "shared memory (" + std::to_string(shared) + " bytes)";
+    if (!code && shared > kSharedWithoutAsking) {
+      what = memory.c_str();
+      const auto attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+      code = driver.func_set_attribute(found->second, attribute, static_cast<int>(shared));
     }
-    loaded.push_back(function);
+    if (code) {
+      loaded->erase(found);
+      return Failed(code, what, name);
+    }
   }
-  *functions = loaded;
+  *function = found->second;
   return ffi::Error::Success();
 }
 
-ffi::Error Chain::Run(CUstream stream, const std::vector<void*>& buffers) {
+ffi::Error Chain::Load(std::vector<CUfunction>* functions) const {
+  const Driver& driver = TheDriver();
+  if (!driver.error.empty()) return ffi::Error::Internal(driver.error);
+  CUcontext context = nullptr;
+  if (CUresult code = driver.ctx_get_current(&context)) {
+    return Failed(code, "the context", images_.empty() ? "" : images_.front().name);
+  }
+  for (const Image& image : images_) {
+    functions->emplace_back();
+    if (ffi::Error error = image.Load(context, &functions->back()); error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Chain::Run(CUstream stream, const std::vector<void*>& buffers) const {
   std::vector<CUfunction> functions;
   if (ffi::Error error = Load(&functions); error.failure()) return error;
   for (const Launch& launch : launches_) {
