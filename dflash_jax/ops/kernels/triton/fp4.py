@@ -35,8 +35,8 @@ OUTPUTS, INPUTS, STAGES = 128, 256, 4
 MAX_ROWS, FEW_ROWS = (128, 64), 32
 # The most choices of an expert on average that a block of so many tokens is for.
 ROWS = (2, 16), (16, 32), (64, 64)
-# The programs that a map of few outputs is given by splitting its inputs, fewer where the card has few multiprocessors,
-# and the most tokens that have split ones: the partial sums of more take longer than the product.
+# The programs that a map of few outputs is given by splitting its inputs, and the most tokens that have split ones: the
+# partial sums of more take longer than the product.
 PROGRAMS, MAX_SPLIT_TOKENS = 128, 1024
 
 
@@ -179,8 +179,7 @@ class _Plan:
         inputs, part = 2 * bytes_of_row, weight.form[3]
         steps, programs = inputs // divisor(part, INPUTS), -(-outputs // OUTPUTS)
         is_split = is_split and self.sizes["N"] <= MAX_SPLIT_TOKENS
-        wanted = min(PROGRAMS, self.card.scaled(PROGRAMS))
-        splits = divisor(steps, next_power_of_two(-(-wanted // programs))) if is_split else 1
+        splits = divisor(steps, next_power_of_two(-(-PROGRAMS // programs))) if is_split else 1
         y = self._launched(
             _down, h, weight, shared, outputs, part, 1, (splits,), dtype, F=inputs, H=outputs, PART=part,
             SPLIT=inputs // splits,
