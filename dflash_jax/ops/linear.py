@@ -446,7 +446,8 @@ def _supports_triton_sums(
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     head = x.shape[-1] if isinstance(x, DeferredDivision) else 0
-    return triton_linear.why_not_sums(*_matrix_shape(x, contracted), weights, head)
+    unpacked = [w for w in weights if not isinstance(w, PackedWeight)]
+    return triton_linear.why_not_sums(*_matrix_shape(x, contracted), unpacked, head)
 
 
 def _supports_triton_fp4(
