@@ -459,8 +459,8 @@ def _supports_triton_sums(
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     head = x.shape[-1] if isinstance(x, DeferredDivision) else 0
-    matrices = cast("Sequence[Array | QuantizedWeight]", weights)
-    return triton_linear.why_not_sums(*_matrix_shape(x, contracted), matrices, head, backend.triton_card)
+    unpacked = [w for w in weights if not isinstance(w, PackedWeight)]
+    return triton_linear.why_not_sums(*_matrix_shape(x, contracted), unpacked, head, backend.triton_card)
 
 
 def _supports_triton_fp4(

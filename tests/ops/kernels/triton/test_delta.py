@@ -7,14 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
 from dflash_jax.models.cache import commit
+from dflash_jax.models.config import GatedDeltaSpec
+from dflash_jax.models.gated_delta import GatedDelta
+from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import gated_delta
 from dflash_jax.ops.backend import XLA, Backend, choose
-from dflash_jax.ops.cache import KVRecord
+from dflash_jax.ops.cache import DeltaState, KVRecord
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.triton import delta
 from dflash_jax.ops.kernels.triton.launch import launching
@@ -173,3 +177,22 @@ def test_many_heads_and_float16_are_not_in_parts():
     assert [parts(1, 16), parts(2, 8), parts(1, 1)] == [4, 4, 4]
     assert [parts(2, 9), parts(4, 1, heads=32), parts(1, 4, jnp.float16)] == [1, 1, 1]
     assert parts(1, 4, kept=jnp.float32) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_output_projection_of_a_mixer_divides_its_heads(tokens):
+    """With all kernels, as the operations are put together: two parts of each of four heads."""
+    spec = GatedDeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, conv_kernel=4)
+    mixer, seen = GatedDelta(spec, 64, 1e-6, nnx.Rngs(0), jnp.float32), []
+    source = Source(tokens)
+    state = DeltaState(source.normal(3, 2, 2, 16, 32), source.normal(3, 3, 2, 96), jnp.asarray([2, 0]))
+    x, residual = source.normal(2, tokens, 64), source.normal(2, tokens, 64)
+
+    def run(backend):
+        return with_backend(mixer, backend)(x, state, residual=residual)
+
+    found, _ = run(replace(Backend.for_card(HOPPER, "all"), on_choice=seen.append))
+    np.testing.assert_allclose(found, run(Backend.xla("cuda"))[0], atol=2e-5)
+    assert [choice.implementation for choice in seen if choice.op == "gated_delta"] == ["triton, parts of heads"]
+    assert seen[-1].op == "linear"
+    assert seen[-1].implementation.startswith("triton")
