@@ -94,7 +94,7 @@ def test_every_kernel_fits_every_card():
         assert row["shared"] <= SHARED_MEMORY[capability], (capability, row)
         assert row["tensor_memory"] <= 512, (capability, row)
     kernels = {int(card): {row["kernel"] for row in rows} for card, rows in RECORD["cards"].items()}
-    assert len(kernels[80]) == 20
+    assert len(kernels[80]) == 23
     of_fp4 = {"fp4._gate_up", "fp4._down"}
     assert all(names == kernels[80] | (of_fp4 if card >= OLDEST_FP4 else set()) for card, names in kernels.items())
 
