@@ -72,11 +72,16 @@ class Contender:
         observe = engine.policy.observe_seconds
 
         def observe_seconds(
-            batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1, is_whole: bool = True
+            batch_size: int,
+            speculation: Speculation,
+            seconds: float,
+            rounds: int = 1,
+            is_whole: bool = True,
+            tokens: int = 0,
         ) -> None:
             self._rounds[str(speculation)] += rounds
             self._seconds[str(speculation)] += seconds * rounds
-            observe(batch_size, speculation, seconds, rounds, is_whole)
+            observe(batch_size, speculation, seconds, rounds, is_whole, tokens)
 
         engine.policy.observe_seconds = observe_seconds
         self._answers(prompts, params)

@@ -173,7 +173,7 @@ class _Joiner:
             buffer = group.buffers.get(variable)
             if buffer is not None:
                 # A result that is an operand has its shape, and no other argument is what the launch overwrites.
-                if buffer in group.aliases and variable.aval.shape != group.operands[buffer].aval.shape:
+                if buffer in group.aliases and shape_of(variable.aval) != shape_of(group.operands[buffer].aval):
                     return True
                 if [group.buffers.get(v) for v in _reads(eqn)].count(buffer) > 1:
                     return True
