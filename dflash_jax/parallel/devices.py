@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dflash_jax.argument_checks import suggestion
 from dflash_jax.errors import InputError
-from dflash_jax.ops.kernels.triton import launch
+from dflash_jax.ops.kernels.triton import ptx
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def versions() -> str:
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton"):
         with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
-    for assembler in launch.assemblers()[:1]:
-        found += [f"ptxas {release}"] if (release := launch.release_of(assembler)) else []
+    for assembler in ptx.assemblers()[:1]:
+        found += [f"ptxas {release}"] if (release := ptx.release_of(assembler)) else []
     if shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         with suppress(OSError, subprocess.TimeoutExpired):

@@ -37,9 +37,9 @@ from tools import compile_kernels
 compile_kernels.prepare()
 from pathlib import Path
 from triton.backends.nvidia import compiler
-from dflash_jax.ops.kernels.triton import call, launch
-launch.assemblers = lambda: [Path(compiler.__file__).parent / "bin/ptxas"]
-call.PTX_VERSION = int(sys.argv[1]) or launch.ptx_version(80)
+from dflash_jax.ops.kernels.triton import call, ptx
+ptx.assemblers = lambda: [Path(compiler.__file__).parent / "bin/ptxas"]
+call.PTX_VERSION = int(sys.argv[1]) or ptx.ptx_version(80)
 compiler.get_ptxas = lambda arch: compiler.knobs.nvidia.ptxas
 compiler.ptx_get_version = lambda release: 90
 print(json.dumps(compile_kernels.compiled(json.loads(sys.argv[2]), 90)))

@@ -87,12 +87,12 @@ def machine(args) -> Cases:
         import jax
 
         from dflash_jax.ops.card import HOPPER, Card
-        from dflash_jax.ops.kernels.triton import launch
+        from dflash_jax.ops.kernels.triton import ptx
 
-        releases = {str(path): launch.release_of(path) for path in launch.assemblers()}
+        releases = {str(path): ptx.release_of(path) for path in ptx.assemblers()}
         device = jax.devices()[0]
         card = Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER
-        return measured(ptx_version=launch.ptx_version(card.least_ptx), **releases)
+        return measured(ptx_version=ptx.ptx_version(card.least_ptx), **releases)
 
     def bandwidth() -> dict:
         from tools.decode import bench as bench_decode

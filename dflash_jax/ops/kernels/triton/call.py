@@ -28,11 +28,10 @@ from jax.interpreters import mlir
 
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.library import Library, NotBuiltError
+from dflash_jax.ops.kernels.triton.ptx import PTX_VERSION
 
 log = logging.getLogger("dflash_jax")
 
-# The last PTX version whose features Triton's LLVM emits; the assemblers of CUDA 13 read it.
-PTX_VERSION = 90
 # The parameter of kernels that wait for the kernel before them by themselves, where it is true.
 DEPENDENT = "DEPENDENT"
 TARGET = "dflash_launch"

@@ -4,30 +4,23 @@
 # pyright: reportUnknownMemberType=false
 
 import functools
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
 from dflash_jax.ops.card import Card
-from dflash_jax.ops.kernels.triton.call import DEPENDENT, PTX_VERSION, Launch, launch_by_call
+from dflash_jax.ops.kernels.triton.call import DEPENDENT, Launch, launch_by_call
 from dflash_jax.ops.kernels.triton.join import join
+from dflash_jax.ops.kernels.triton.ptx import ptx_version
 
-TOOLKIT = "/usr/local/cuda"
 # From this version of jax on, versions of jax-triton with this prefix cannot be traced.
 JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
-# An assembler prints "Cuda compilation tools, release 13.0, V13.0.88".
-_RELEASE = re.compile(r"release (\d+\.\d+)")
 
 
 def triton_call(
@@ -118,38 +111,3 @@ def why_not_jax_triton() -> str | None:
         first = ".".join(map(str, JAX_OF_JAX_TRITON[0]))
         return f"jax {of_jax} cannot trace jax-triton {of_triton}: it needs jax below {first}"
     return None
-
-
-@functools.cache
-def ptx_version(least: int) -> int:
-    """The PTX version of Triton's code, as 10 times major plus minor.
-
-    Triton stamps its code with the version of its own assembler. XLA assembles the code with another assembler, the
-    first on PATH or that of a CUDA toolkit, which refuses newer versions. So the result is a version that all of them
-    read.
-
-    Args:
-        least: The oldest version that has the card's instructions. An assembler that does not read it cannot be XLA's
-            for this card, and is ignored.
-    """
-    from triton.backends.nvidia.compiler import ptx_get_version
-
-    read = (ptx_get_version(release) for release in map(release_of, assemblers()) if release)
-    return min([PTX_VERSION, *(version for version in read if version >= least)])
-
-
-def assemblers() -> list[Path]:
-    """The assemblers that XLA may use: the one on PATH, and those in the usual places of a CUDA toolkit."""
-    roots = [*map(os.environ.get, ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")), TOOLKIT]
-    places = [shutil.which("ptxas"), *(f"{root}/bin/ptxas" for root in roots if root)]
-    return [path for path in dict.fromkeys(map(Path, filter(None, places))) if os.access(path, os.X_OK)]
-
-
-def release_of(assembler: Path) -> str | None:
-    """The CUDA release that an assembler reports, such as "13.0"; None where it reports none."""
-    try:
-        output = subprocess.run([assembler, "--version"], capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = _RELEASE.search(output)
-    return match and match[1]

@@ -15,7 +15,7 @@ from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
 from dflash_jax.ops.card import HOPPER, KIB, SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton import attention as triton_attention
-from dflash_jax.ops.kernels.triton import delta, delta_chunks, launch
+from dflash_jax.ops.kernels.triton import delta, delta_chunks, launch, ptx
 from dflash_jax.ops.kernels.triton import linear as triton_project
 from dflash_jax.ops.kernels.triton import tiles as triton_tiles
 from dflash_jax.ops.weights import quantize
@@ -55,20 +55,20 @@ def test_ptx_is_of_a_version_that_each_assembler_reads(monkeypatch, tmp_path, on
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/bin")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
     # Of this machine, which may have a toolkit of its own.
-    monkeypatch.setattr(launch, "TOOLKIT", str(tmp_path / "none"))
-    launch.ptx_version.cache_clear()
+    monkeypatch.setattr(ptx, "TOOLKIT", str(tmp_path / "none"))
+    ptx.ptx_version.cache_clear()
     try:
-        assert launch.ptx_version(Card.of_capability(100).least_ptx) == expected
+        assert ptx.ptx_version(Card.of_capability(100).least_ptx) == expected
     finally:
-        launch.ptx_version.cache_clear()
+        ptx.ptx_version.cache_clear()
 
 
 def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
     path = assembler(tmp_path / "x", "13.0")
-    assert launch.release_of(path) == "13.0"
+    assert ptx.release_of(path) == "13.0"
     path.write_text("#!/bin/sh\nexit 1\n")
-    assert launch.release_of(path) is None
-    assert launch.release_of(tmp_path / "missing") is None
+    assert ptx.release_of(path) is None
+    assert ptx.release_of(tmp_path / "missing") is None
 
 
 @pytest.fixture
