@@ -165,7 +165,7 @@ def compiled(launch: dict, capability: int) -> dict:
     try:
         compiled = compile_launch(launch, capability)
     except Exception as e:  # errors have many kinds: a pass of MLIR, the assembler, a limit of the card
-        return {"failed": " ".join(str(e).split())[-300:] or type(e).__name__}
+        return {"failed": " ".join(str(e).split())[-1000:] or type(e).__name__}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -36,7 +36,7 @@ PROMPTS = (17, 40, 75, 300)
 BFLOAT16_ONLY = {"_prepare", "_chunks"}
 KERNELS = {
     *("_attend", "_join", "_rotate", "_write", "_mix", "_mix_one", "_replay", "_project", "_project_one", "_route"),
-    *("_gate_up", "_down", "_gate_up_one", "_down_one", "_count", "_before", "_align"),
+    *("_gate_up", "_down", "_gate_up_one", "_down_one", "_count", "_before", "_align", "_norm", "_sum"),
 }
 
 
