@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Scores are distinguished by their log-odds, in as many intervals between these bounds.
 BINS, LEAST_LOGIT, GREATEST_LOGIT = 16, -4.0, 6.0
-# Tokens from which a context has the next one of the lengths that are told apart, and their number.
+# Contexts are divided into classes by their length: the tokens at which each class but the first begins, and the number
+# of classes.
 LENGTH_BOUNDS = (2048, 8192, 32768, 131072)
 LENGTHS = len(LENGTH_BOUNDS) + 1
 # The score of drafts of drafters that give none.

@@ -316,7 +316,7 @@ def _long(
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
     bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
-    return triton_attention.attend_long_triton(backend.triton_card, q, k, v, mask, cache, length, bounds, gate)
+    return triton_attention.attend_triton(backend.triton_card, q, k, v, mask, cache, length, bounds, gate, True)
 
 
 IMPLEMENTATIONS = (

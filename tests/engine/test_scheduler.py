@@ -354,7 +354,7 @@ def test_the_longest_prefix_is_used_wherever_an_earlier_prompt_ended():
 
 
 def prefills(e, requests) -> list[tuple]:
-    """Of each request, when its decoding begins: the chunks that computed its state, and those of its positions."""
+    """For each request at the start of its decoding: the chunks that computed its state, and its positions' chunks."""
     found, decode = {}, e.runner.decode
 
     def look(dispatch):

@@ -307,7 +307,7 @@ def _why_not_read(card: Card, k: Array) -> str | None:
 
 
 def why_not_long(card: Card, q: Array, k: Array) -> str | None:
-    """The reason why `attend_long_triton` does not support queries ``q`` [B, T, N, D] and keys ``k``, or None."""
+    """Why `attend_triton` with ``is_long`` supports no queries ``q`` [B, T, N, D] and keys ``k``, or None."""
     if not card.reads_shared:
         return f"sm_{card.capability}: the kernel's parts are for Hopper and data-centre Blackwell"
     rows, most = q.shape[1] * q.shape[2] // k.shape[2], _most_rows(q.shape[3] * q.dtype.itemsize, ROWS[1])
@@ -365,42 +365,14 @@ def attend_triton(
     length: Int[Array, " B"],
     bounds: Bounds,
     gate: Float[Array, "B T N 2 D"] | None = None,
+    is_long: bool = False,
 ) -> Float[Array, "B T N D"]:
-    """`ops.attention.attention`, with the card in place of the backend; ``cache`` and ``bounds`` are required."""
-    return _attend_in_parts(card, q, k, v, mask, cache, length, bounds, gate, False)
+    """`ops.attention.attention`, with the card in place of the backend; ``cache`` and ``bounds`` are required.
 
-
-def attend_long_triton(
-    card: Card,
-    q: Float[Array, "B T N D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    mask: Bool[Array, "..."] | None,
-    cache: KVCache,
-    length: Int[Array, " B"],
-    bounds: Bounds,
-    gate: Float[Array, "B T N 2 D"] | None = None,
-) -> Float[Array, "B T N D"]:
-    """`attend_triton` for long contexts: each key is read once, by one of as many programs as the card can run at once.
-
-    A KV head's query rows are one program's, so that no key goes to two multiprocessors, and the keys of the next step
-    are in flight while a step computes.
+    ``is_long``: for long contexts, each key is read once, by one of as many programs as the card can run at once. A KV
+    head's query rows are one program's, so that no key goes to two multiprocessors, and the keys of the next step are
+    in flight while a step computes.
     """
-    return _attend_in_parts(card, q, k, v, mask, cache, length, bounds, gate, True)
-
-
-def _attend_in_parts(
-    card: Card,
-    q: Float[Array, "B T N D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    mask: Bool[Array, "..."] | None,
-    cache: KVCache,
-    length: Int[Array, " B"],
-    bounds: Bounds,
-    gate: Float[Array, "B T N 2 D"] | None,
-    is_long: bool,
-) -> Float[Array, "B T N D"]:
     b, t, n, d = q.shape
     heads = k.shape[2]
     maxima, total, acc = _partial_softmaxes(card, q, heads, (k, v), mask, cache, length, bounds, is_long)
@@ -470,7 +442,7 @@ def _partial_softmaxes(
         cache: The context.
         length: As in `attend_triton`.
         bounds: As in `attend_triton`.
-        is_long: As `attend_long_triton` describes it.
+        is_long: As `attend_triton` describes it.
 
     Returns:
         Largest score and sum of weights, float32 [B, K, splits, T R], and weighted values, [B, K, splits, T R, D].

@@ -190,7 +190,7 @@ def _compiled(kernel: Any, dtypes: tuple[str, ...], meta: tuple, warps: int, sta
 
 @dataclass
 class Plan:
-    """What `launcher.cc` is told of a call (there the numbers are described).
+    """The attributes of a call. `launcher.cc` describes the numbers.
 
     Attributes:
         count: Number of launches.
@@ -284,14 +284,14 @@ def library() -> Library:
 
 
 @functools.cache
-def why_not(driver: str = DRIVER) -> str | None:
+def why_not() -> str | None:
     """The reason why kernels cannot be launched, or None; the first call compiles and registers the library."""
     try:
         loaded = library().load()
     except NotBuiltError as e:
         log.warning("Triton kernels are not launched in one call: %s", e)
         return str(e)
-    loaded.DflashDriver(driver.encode())
+    loaded.DflashDriver(DRIVER.encode())
     capsules = {"initialize": jax.ffi.pycapsule(loaded.DflashLoad), "execute": jax.ffi.pycapsule(loaded.DflashRun)}
     jax.ffi.register_ffi_target(TARGET, capsules, platform="CUDA")
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(loaded.DflashRunWithoutStream), platform="cpu")

@@ -1,4 +1,4 @@
-"""Launches of this package's own: joined where they follow one another, and what the driver is told of each."""
+"""Calls of `launch_p`: which launches are joined into one, and what the driver gets for each launch."""
 
 import ctypes
 import ctypes.util
@@ -70,7 +70,7 @@ def reversed_into(x, y):
 
 
 def calls(function, *args) -> list[int]:
-    """Kernels of each call in the joined program, those of its loops after those before them."""
+    """The number of kernels of each call in the joined program, sub-programs included."""
     with launching(call.launch_by_call):
         traced = jax.make_jaxpr(lambda *args: function(*args))(*args).jaxpr
 
