@@ -182,7 +182,7 @@ def test_with_all_kernels_two_programs_of_experts_share_a_multiprocessor(tokens,
             if launch.kernel.__name__ in ("_gate_up", "_down"):
                 m, f, n, k = (launch.meta.get(name, 0) for name in ("M", "BF", "BN", "BH"))
                 outputs, inputs = (n, f) if n else (2 * f, k)
-                # Products of 64 rows and more read their operands in shared memory, which therefore holds one stage more.
+                # Products of 64 rows and more read operands in shared memory, which then holds one stage more.
                 stages = launch.num_stages - (m < 64)
                 assert (m, stages >= 2) == (rows, True)
                 found.append(stages * inputs * 2 * (m + outputs))
