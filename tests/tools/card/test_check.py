@@ -159,8 +159,9 @@ def test_a_process_ends_by_itself_after_its_output(fake):
 
 
 @pytest.mark.parametrize("stage", card_stages.STAGES)
-def test_each_stage_begins_on_a_cpu(stage, tmp_path):
+def test_each_stage_begins_on_a_cpu(stage, tmp_path, monkeypatch):
     """In the environment that the command gives it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     environment = card_check.environment_of(stage, "cpu", None, 1)
     command = [sys.executable, "-m", "tools.card.stages", stage, "--platform", "cpu", "--out", str(tmp_path)]
     with subprocess.Popen(
