@@ -225,6 +225,8 @@ def abstract_pair(
     from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.models.drafters import abstract_drafter
     from dflash_jax.models.kv_scales import with_fp8_caches
+    from dflash_jax.models.packing import transpose_experts
+    from dflash_jax.ops.moe import transposes_experts
 
     target = _as_loaded(abstract_decoder(shapes.target, dtype, layout, backend), layout, quantize, shapes.forms)
     drafter = None
@@ -237,6 +239,8 @@ def abstract_pair(
             drafter.vocabulary = jax.eval_shape(
                 lambda owner, ids: DraftVocabulary(ids, owner.head_weight[ids], backend), owner, ids
             )
+    if transposes_experts(backend):
+        target, drafter = transpose_experts(target), drafter and transpose_experts(drafter)
     return (with_fp8_caches(target), drafter and with_fp8_caches(drafter)) if has_fp8_caches else (target, drafter)
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import linear, project, rounded, takes_fp4
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, Weight, dense
 
 # Experts' weights that XLA computes with, and a shared expert: gate_up, down and the logits of its gate.
 ExpertWeight: TypeAlias = Array | QuantizedWeight
@@ -31,8 +31,10 @@ ExpertAxes: TypeAlias = tuple[Sequence[str], Sequence[str]]
 # Rows of each expert's product: this many times the mean, and at least `MIN_GROUP_ROWS`: products of fewer rows take
 # as long.
 GROUP_ROWS, MIN_GROUP_ROWS = 4, 32
-# On a TPU more tokens than these are computed by the loop over experts.
+# On a TPU in the reproducible mode more tokens than these are computed by the loop over experts.
 TPU_GATHERED_TOKENS = 16
+# Rows of a block of `experts_in_blocks`: fewer take as long, and more are bound by their operations.
+BLOCK_ROWS = (32, 256)
 # An iteration of the loop takes as many experts as make a product of about this many outputs: products of single tiny
 # experts are slow.
 GROUP_WIDTH = 512
@@ -127,6 +129,86 @@ def experts_grouped(
     return jax.lax.while_loop(lambda carry: carry[0] <= rank.max(), visit, start)[1].astype(x.dtype)
 
 
+def _by_expert(weights: Array, chosen: Array, experts: int) -> tuple[Array, Array, Array]:
+    """Choices [N, K] in the order of their experts, those of weight 0 last.
+
+    Returns:
+        The choices, int [N K]; the place of each in this order, int [N K]; and how many each expert has, int [experts].
+    """
+    expert = jnp.where(weights != 0, chosen, experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    counts = jnp.sum(expert == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
+    return order, jnp.argsort(order), counts
+
+
+def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
+    """The weighted sum of each token's rows: y [N K or more, H] in the order of `_by_expert` → [N, H]."""
+    y = y[places].reshape(*weights.shape, -1).astype(jnp.float32)
+    # A row that no expert has written may be NaN.
+    return jnp.sum(jnp.where(weights[..., None] != 0, y * weights[..., None], 0.0), axis=1)
+
+
+def experts_ragged(
+    backend: Backend,
+    x: Float[Array, "N H"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    gate_up: Array | TransposedWeight,
+    down: Array | TransposedWeight,
+    axes: Sequence[str] = (),
+) -> Float[Array, "N H"]:
+    """`jax.lax.ragged_dot` of the rows in the order of their experts: a TPU reads each chosen expert once.
+
+    Weights that are not transposed are so in the call, by a copy.
+    """
+    gate_up, down = (w if isinstance(w, TransposedWeight) else TransposedWeight.of(w) for w in (gate_up, down))
+    experts, _, f, _ = gate_up.shape
+    order, places, counts = _by_expert(weights, chosen, experts)
+    h = jax.lax.ragged_dot(x[order // chosen.shape[1]], gate_up.matrices, counts)
+    h = jax.nn.silu(h[:, :f]) * h[:, f:]
+    return _weighted_sum(jax.lax.ragged_dot(h, down.matrices, counts), places, weights).astype(x.dtype)
+
+
+def experts_in_blocks(
+    backend: Backend,
+    x: Float[Array, "N H"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    axes: Sequence[str] = (),
+) -> Float[Array, "N H"]:
+    """A loop over blocks of rows of one expert each, whose weights are converted where the product reads them.
+
+    A block may reach past its expert's rows: the next one, of a later expert, writes these rows again.
+    """
+    experts, _, f, hidden = gate_up.shape
+    k = chosen.shape[1]
+    choices = chosen.size
+    least, most = BLOCK_ROWS
+    rows = min(most, max(least, 1 << (2 * choices // experts).bit_length()))
+    order, places, counts = _by_expert(weights, chosen, experts)
+    blocks = -(-counts // rows)
+    last = jnp.cumsum(blocks)
+    block = jnp.arange(experts + choices // rows)
+    # Of each block its expert and its first row: one array, since each read of a scalar takes a TPU long.
+    expert = jnp.minimum(jnp.sum(last <= block[:, None], axis=1), experts - 1)
+    first = (jnp.cumsum(counts) - counts)[expert] + (block - (last - blocks)[expert]) * rows
+    of_block = jnp.stack([expert, first], axis=1)
+    inputs = jnp.pad(rounded(backend, x, gate_up)[order // k], ((0, rows), (0, 0)))
+
+    def visit(i: Array, y: Array) -> Array:
+        expert, first = of_block[i]
+        one, other = (w[expert] for w in (gate_up, down))
+        block = jax.lax.dynamic_slice_in_dim(inputs, first, rows)
+        h = jnp.einsum("rh,oh->ro", block, dense(one.reshape(-1, hidden), x.dtype))
+        h = rounded(backend, jax.nn.silu(h[:, :f]) * h[:, f:], down, axes=axes)
+        return jax.lax.dynamic_update_slice_in_dim(y, jnp.einsum("rf,hf->rh", h, dense(other, x.dtype)), first, 0)
+
+    y = jax.lax.fori_loop(0, last[-1], visit, jnp.zeros((choices + rows, hidden), x.dtype))
+    return _weighted_sum(y, places, weights).astype(x.dtype)
+
+
 def experts_looped(
     backend: Backend,
     x: Float[Array, "N H"],
@@ -212,6 +294,39 @@ def _by_xla(
 
 
 reference = partial(_by_xla, experts_looped)
+
+
+def transposes_experts(backend: Backend) -> bool:
+    """Whether experts' weights are to be placed as `TransposedWeight`."""
+    return backend.platform == "tpu" and not backend.reproducible
+
+
+def _supports_ragged(
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: Weight | TransposedWeight,
+    *args: Any,
+    **options: Any,
+) -> str | None:
+    if isinstance(gate_up, TransposedWeight):
+        return None
+    if reason := _not_by_row(backend):
+        return reason
+    return "the weights are in few bits" if isinstance(gate_up, QuantizedWeight) else None
+
+
+def _supports_blocks(backend: Backend, *args: Any, **options: Any) -> str | None:
+    return _not_by_row(backend)
+
+
+def _not_by_row(backend: Backend) -> str | None:
+    """Why products of rows in the order of their experts are not used; None where they are."""
+    if backend.platform != "tpu":
+        return f"the platform is {backend.platform}, where it is slow"
+    return "no TPU has shown that a token does not depend on others: reproducible" if backend.reproducible else None
 
 
 def _supports_gathered(
@@ -364,6 +479,8 @@ IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton, FP4", _supports_triton_fp4, _triton, is_tried=False),
     Implementation("triton", _supports_triton, _triton),
+    Implementation("ragged", _supports_ragged, partial(_by_xla, experts_ragged)),
+    Implementation("blocks", _supports_blocks, partial(_by_xla, experts_in_blocks)),
     Implementation("gathered", _supports_gathered, partial(_by_xla, experts_gathered)),
     Implementation("grouped", _supports_grouped, partial(_by_xla, experts_grouped)),
     Implementation("reference", supports_everything, reference),
@@ -385,8 +502,8 @@ def mixture(
     logits: Float[Array, "N E"],
     live: Bool[Array, " N"],
     first: Int[Array, ""] | int,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Weight | TransposedWeight,
+    down: Weight | TransposedWeight,
     shared: SharedExpert | None = None,
     residual: Float[Array, "N H"] | None = None,
     *,

@@ -32,7 +32,7 @@ def report(shapes, layout, devices, args) -> dict:
 
     from dflash_jax.decoding.state import Settings
     from dflash_jax.engine.config import largest_prefill
-    from dflash_jax.engine.executables import GPU_OPTIONS, Executables
+    from dflash_jax.engine.executables import Executables, compiler_options
     from dflash_jax.engine.memory import pages_of_slots
     from dflash_jax.ops.cache import KVCache
     from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -44,7 +44,7 @@ def report(shapes, layout, devices, args) -> dict:
         shapes = replace(shapes, draft_tokens=args.draft_tokens)
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
     mesh = layout.mesh(devices)
-    options = {} if ":" in args.device else GPU_OPTIONS
+    options = compiler_options(devices[0]) or {}
     window = 1
     if drafter is not None:
         window = args.block_size or shapes.draft.block_size

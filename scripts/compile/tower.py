@@ -65,7 +65,7 @@ def describe(f: dict) -> str:
 def run(args) -> int:
     import jax
 
-    from dflash_jax.engine.executables import GPU_OPTIONS
+    from dflash_jax.engine.executables import compiler_options
 
     # Executables for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -73,7 +73,7 @@ def run(args) -> int:
     if (config := shapes.target.vision) is None:
         raise InputError(f"config {args.config}: the model has no vision tower")
     devices = report.topology(args.device, 1)
-    options = {} if ":" in args.device else GPU_OPTIONS
+    options = compiler_options(devices[0]) or {}
     for patches in args.patches:
         figures = {"device": args.device} | measure(config, devices[0], args.kernels, patches, options)
         print(json.dumps(figures) if args.json else describe(figures), flush=True)
