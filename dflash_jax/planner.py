@@ -366,7 +366,7 @@ def make_plan(
 
     # Temporaries, roughly: activations of a prefill chunk and of the largest image in the vision tower, float32 logits
     # of each slot's block three times over, and features that a dispatch keeps for the drafter's context.
-    passes = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
+    passes = PREFILL_BYTES * largest_prefill(device.platform, device.platform == "gpu") * shapes.target.hidden_size
     passes += workspace(tower) if tower else 0
     rounds = 3 * 4 * window * vocab + deferred
     room = USABLE * device.memory - weights.total - drafting - vision - passes

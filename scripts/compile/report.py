@@ -67,7 +67,7 @@ def report(shapes, layout, devices, args) -> dict:
             "weights": programs.weights,
         }
         if name == "prefill":
-            lowered = programs.lower_prefill(state, layout.data, largest_prefill(backend.has_triton))
+            lowered = programs.lower_prefill(state, layout.data, largest_prefill(backend.platform, backend.has_triton))
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
