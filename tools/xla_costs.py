@@ -10,10 +10,11 @@ The optimised program's text names for each array its tiles, with their padding,
 - An operation reads its operands in HBM and writes its results there; of an operand that it only slices or gathers, the
   slices; of an array that it updates in place, the update. Copies between memories count where they start.
 - Operations are the products' (dots and convolutions), also inside of fusions.
-- A Pallas kernel moves the blocks of its grid (`tools/mosaic_text.py`).
+- A Pallas kernel moves the blocks of its grid (`tools/mosaic.py`).
 - A collective takes its hops and its bytes on the links of the slice. What runs between its start and its end hides it.
 """
 
+import base64
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from math import ceil, prod
 from typing import Any
 
 from dflash_jax.parallel.devices import DEVICES, Device
+from tools.mosaic import kernel
 
 BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "token": 0}
 BITS |= {f"{letter}{bits}": bits for letter in "su" for bits in (2, 8, 16, 32)} | {"f32": 32, "f16": 16, "bf16": 16}
@@ -277,7 +279,7 @@ class Program:
         self.loops: dict[str, int] = {}
         self.entry = ""
         computation = None
-        for line in hlo.splitlines():
+        for line in _lines(hlo):
             if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
                 computation = self.computations[opened[2]] = Computation(opened[2])
                 self.entry = opened[2] if opened[1] else self.entry
@@ -409,8 +411,20 @@ class Program:
                 else next(s for s in x.shapes[len(x.operands) :] if s.kind == source.kind)
             )
             return result.bytes if source.memory == 0 else 0, result.in_hbm, []
+        if body := x.attribute(r'"body":"([A-Za-z0-9+/=]+)"'):
+            return self._kernel(body, [s for _, shapes in operands for s in shapes], x.shapes)
         read = sum(self._read(x, i, shapes) for i, shapes in operands)
         return read, sum(self._written(computation, x)), self._products(computation, x)
+
+    def _kernel(self, body: str, inputs: list[Shape], results: list[Shape]) -> tuple[int, int, list[tuple[str, float]]]:
+        """`_bytes` of a Pallas kernel."""
+        shapes = (tuple(s.dims for s in arrays) for arrays in (inputs, results))
+        taken, given, products = kernel(base64.b64decode(body), *shapes, self.context)
+        read, written = (
+            sum(part * s.in_hbm for part, s in zip(parts, arrays, strict=True))
+            for parts, arrays in ((taken, inputs), (given, results))
+        )
+        return int(read), int(written), [(kind.lower(), n) for kind, n in products.items()]
 
     def _read(self, x: Instruction, index: int, shapes: list[Shape]) -> int:
         """Bytes of HBM that an operation reads of an operand."""
@@ -584,6 +598,18 @@ class Program:
         return next((n for n in steps if n), 1)
 
 
+def _lines(hlo: str) -> Iterator[str]:
+    """Lines, each with those that it goes on in: a kernel's metadata may have ends of lines."""
+    whole = ""
+    for line in hlo.splitlines():
+        if re.match(r"(?:ENTRY )?%?[\w.-]+ \(.*\{$|\s+(?:ROOT )?%?[\w.-]+ = |\}$", line):
+            yield whole
+            whole = line
+        else:
+            whole += line
+    yield whole
+
+
 def devices_of(attributes: str) -> int:
     """The devices of each group of a collective."""
     if mesh := re.search(r"replica_groups=(?:mesh)?\[([^\]]*)\](?: ?\{([^}]*)\})", attributes):
@@ -689,7 +715,7 @@ def _positions(left: int, right: int, out: int, stride: int, low: int, left_step
 
 
 def costliest(program: Program, count: int) -> str:
-    """A table of what takes longest, by either time; operations of one line with the same results, as of layers, are one."""
+    """A table of what takes longest by either time; operations of one line with the same results are one."""
     groups: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
     clock = program.slice.device.clock
     for cost in program.costs:

@@ -54,11 +54,11 @@ def _tpu(kind: str, gib: float, bandwidth: float, operations: float, **figures: 
 
 
 # Operations: NVIDIA's data sheets of DGX B200, H200, H100 (SXM), A100 and L40S; its white papers on the architectures
-# of Ada, RTX Blackwell and RTX PRO Blackwell; and Google Cloud's pages on TPUs (docs.cloud.google.com/tpu/docs/v5e, v5p,
-# v6e, tpu7x), which state a v7 by the chip: half of it is a device. Links: "How to Scale Your Model"
-# (jax-ml.github.io/scaling-book/tpus); a v7's is taken as a v5p's, since Google states the same bandwidth of both. Clocks:
-# the operations of a TPU's matrix units in a cycle (v5e four of 128 x 128, v5p eight, v6e and half a v7 four of 256 x 256)
-# make the stated rate.
+# of Ada, RTX Blackwell and RTX PRO Blackwell; and Google Cloud's pages on TPUs (docs.cloud.google.com/tpu/docs/v5e,
+# v5p, v6e, tpu7x). They state a v7 by the chip, of which half is a device. Links, and a v5p's rate of int8: "How to
+# Scale Your Model" (jax-ml.github.io/scaling-book/tpus); a v7's links are taken as a v5p's, whose bandwidth Google
+# states to be the same. Clocks: with them the matrix units (v5e four of 128 x 128, v5p eight, v6e and half a v7 four of
+# 256 x 256) have the stated rate.
 DEVICES = {
     "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12, 100, 2.25e15),
     "h200": Device("NVIDIA H200", 151_397_597_184, 4.8e12, 90, 989e12),
@@ -68,7 +68,7 @@ DEVICES = {
     "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.6 * 2**30), 1.008e12, 89, 165.2e12),
     "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12, 120, 209.5e12),
     "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12, 120, 503.8e12),
-    "v5e": _tpu("TPU v5 lite", 16, 0.819e12, 197e12, int8=394e12, link=4.5e10, clock=1.5e9),
+    "v5e": _tpu("TPU v5 lite", 16, 0.819e12, 197e12, int8=393e12, link=4.5e10, clock=1.5e9),
     "v5p": _tpu("TPU v5", 95, 2.765e12, 459e12, int8=918e12, link=9e10, clock=1.75e9),
     "v6e": _tpu("TPU v6 lite", 32, 1.638e12, 918e12, int8=1836e12, link=9e10, clock=1.75e9),
     "tpu7x": _tpu("TPU7x", 192 / 2, 7.38e12 / 2, 2307e12 / 2, fp8=4614e12 / 2, link=9e10, clock=2.2e9),

@@ -46,8 +46,8 @@ def floor(programs, layout, device, tokens: int, context: int, slots: int) -> di
         slots: Slots, over all devices.
 
     Returns:
-        ``bytes`` and ``operations`` of a device, and ``seconds``: for each kind of product and for the caches the longer
-        of both, added up. Experts are those that tokens choose by chance.
+        ``bytes`` and ``operations`` of a device, and ``seconds``: for each kind of product and for the caches the
+        longer of both, added up. Experts are those that tokens choose by chance.
     """
     target, drafter = programs.pair
     batch, drafts = slots // layout.data, drafter is not None and tokens > slots // layout.data
@@ -147,7 +147,8 @@ def describe_counted(c: dict, floor: dict) -> str:
         f"{(c['read'] + c['written']) / 1e9:.3f} GB of HBM, {c['operations'] / 1e9:.1f} GFLOP, {c['collectives']} "
         f"collectives of {c['sent'] / 1e6:.2f} MB in {1e3 * c['collective_s']:.2f} ms, of which "
         f"{1e3 * c['hidden_s']:.2f} hidden\n"
-        f"  floor {1e3 * floor['seconds']:.2f} ms: {floor['bytes'] / 1e9:.3f} GB, {floor['operations'] / 1e9:.1f} GFLOP\n"
+        f"  floor {1e3 * floor['seconds']:.2f} ms: {floor['bytes'] / 1e9:.3f} GB, "
+        f"{floor['operations'] / 1e9:.1f} GFLOP\n"
         f"  the compiler's estimate of its {c['runs']:,} operations, with the same collectives: "
         f"{1e3 * c['compiler_s']:.2f} ms\n"
         f"  loops: {loops}"
