@@ -3,8 +3,8 @@
 The optimised program's text names for each array its tiles, with their padding, and its memory: only memory 0 is HBM.
 
 - A loop counts as often as it runs. Its trips follow from its condition; where they depend on data, a loop of
-  `dflash_jax/ops/attention.py` runs over the context that is asked for, and any other one, such as that of the rounds,
-  counts once.
+  `dflash_jax/ops/attention.py` runs over the context that is asked for, and any other one counts once. Where the
+  program's outermost loop is of these, it is that of the rounds, and what is outside of it runs once a dispatch.
 - Of a conditional in `dflash_jax/decoding/sampling.py` the branch of greedy requests without filters, penalties and
   log-probabilities counts (the first), of any other the branch that takes longest.
 - An operation reads its operands in HBM and writes its results there; of an operand that it only slices or gathers, the
@@ -17,10 +17,10 @@ The optimised program's text names for each array its tiles, with their padding,
 import base64
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import ceil, prod
+from functools import cache, cached_property
+from math import ceil, inf, prod
 from typing import Any
 
 from dflash_jax.parallel.devices import DEVICES, Device
@@ -240,6 +240,7 @@ class Cost:
         sent: Bytes of a collective.
         collective: Seconds of a collective.
         hidden: Those of it that other operations hide.
+        is_once: Whether it runs once a dispatch, not in each round.
     """
 
     name: str
@@ -255,6 +256,7 @@ class Cost:
     sent: int = 0
     collective: float = 0.0
     hidden: float = 0.0
+    is_once: bool = False
 
     @property
     def total(self) -> float:
@@ -298,18 +300,29 @@ class Program:
     @cached_property
     def costs(self) -> list[Cost]:
         """The operations that run."""
-        return list(self._costs(self.computations[self.entry], 1))
+        entry = self.computations[self.entry]
+        loops = [x for x in entry.instructions.values() if x.opcode == "while"]
+        self._rounds = next(
+            (x for x in loops if not self._is_over_context(x) and self._known_trips(entry, x) is None), None
+        )
+        self._is_once = self._rounds is not None
+        return list(self._costs(entry, 1))
 
     def figures(self) -> dict[str, Any]:
-        """Sums over all operations.
+        """Sums over all operations; those that run once a dispatch apart, where there are rounds.
 
         ``compiler_s`` is the compiler's own estimate where it has one of an operation, and our arithmetic for others.
         """
-        costs, clock = self.costs, self.slice.device.clock
+        loops = {"loops": self.loops} if self.costs else {}
+        once = [c for c in self.costs if c.is_once]
+        figures = self._sums([c for c in self.costs if not c.is_once]) | loops
+        return figures | ({"once": self._sums(once)} if once else {})
 
-        def total(value) -> float:
+    def _sums(self, costs: list[Cost]) -> dict[str, Any]:
+        def total(value: Callable[[Cost], float]) -> float:
             return sum(c.times * value(c) for c in costs)
 
+        clock = self.slice.device.clock
         return {
             "predicted_s": sum(c.total for c in costs),
             "compiler_s": total(lambda c: c.seconds if c.cycles is None else c.cycles / clock)
@@ -322,7 +335,6 @@ class Program:
             "sent": int(total(lambda c: c.sent)),
             "collective_s": total(lambda c: c.collective),
             "hidden_s": total(lambda c: c.hidden),
-            "loops": self.loops,
         }
 
     # Computations
@@ -346,8 +358,10 @@ class Program:
     def _cost(self, computation: Computation, x: Instruction, times: int) -> Iterator[Cost]:
         if x.opcode == "while":
             trips = self._trips(computation, x, times)
+            self._is_once = self._is_once and x is not self._rounds
             for part in ("body", "condition"):
                 yield from self._costs(self.computations[x.attribute(rf"{part}=%?([\w.-]+)")], times * trips)
+            self._is_once = self._is_once or x is self._rounds
         elif x.opcode == "conditional":
             branches = [list(self._costs(self.computations[name], times)) for name in x.branches]
             is_sampling = any(SAMPLING in file for file in self.files(x)[:1])
@@ -376,6 +390,7 @@ class Program:
             seconds,
             # The largest of 64 bits stands for none.
             int(cycles) if cycles and int(cycles) < 2**62 else None,
+            is_once=self._is_once,
         )
         if collective := self._collective(computation, x):
             opcode, devices, size = collective
@@ -508,26 +523,32 @@ class Program:
     def _trips(self, computation: Computation, x: Instruction, times: int) -> int:
         if (known := self._known_trips(computation, x)) is not None:
             how = "by its condition"
-        elif any(ATTENTION in file for file in self.files(x)[:2]):
-            size = self._piece(self.computations[x.attribute(r"body=%?([\w.-]+)")])
-            known, how = ceil(min(self.context, size[1]) / size[0]), f"over a context of {self.context:,}"
+        elif self._is_over_context(x):
+            piece, all_of_it = self._piece(self.computations[x.attribute(r"body=%?([\w.-]+)")])
+            known, how = ceil(min(self.context, all_of_it) / piece), f"over a context of {self.context:,}"
+            if piece == inf:
+                known, how = 1, "takes nothing of a known pool: counted once"
         else:
             known, how = 1, "depends on data: counted once"
         place = next(iter(self.files(x)), x.name).rpartition("/")[2]
         self.loops[f"{place} ×{known} {how}"] = self.loops.get(f"{place} ×{known} {how}", 0) + times
         return known
 
+    def _is_over_context(self, x: Instruction) -> bool:
+        return any(ATTENTION in file for file in self.files(x)[:2])
+
     def _piece(self, body: Computation) -> tuple[float, int]:
-        """The positions of a slot that a loop's body takes from a pool at a time, and those that the pool has."""
+        """The positions of a slot that a loop's body takes from a pool at a time, and those that the pool has.
+
+        The first is infinite where it takes from none.
+        """
         for x in body.instructions.values():
             for i, name in enumerate(x.operands):
                 array = body.instructions[name].shapes
                 if x.opcode in ("fusion", *SLICES) and len(array) == 1 and array[0].size in self.pools:
                     positions = self.pools[array[0].size]
                     return positions * self._taken(x, i, array) / array[0].bytes, positions
-        raise ValueError(
-            f"the loop {body.name} over a context takes nothing from a pool of {sorted(self.pools)} elements"
-        )
+        return inf, 0
 
     def _known_trips(self, computation: Computation, x: Instruction) -> int | None:
         if known := x.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
@@ -698,6 +719,7 @@ def _convolution(x: Instruction, left: Shape, right: Shape) -> float:
     return total
 
 
+@cache
 def _positions(left: int, right: int, out: int, stride: int, low: int, left_step: int, right_step: int) -> int:
     """Pairs of an output and a kernel's element along an axis that meet an element of the input."""
     count = 0
@@ -716,10 +738,11 @@ def _positions(left: int, right: int, out: int, stride: int, low: int, left_step
 
 def costliest(program: Program, count: int) -> str:
     """A table of what takes longest by either time; operations of one line with the same results are one."""
-    groups: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[Cost]] = defaultdict(list)
     clock = program.slice.device.clock
     for cost in program.costs:
-        groups[cost.opcode, cost.source, cost.result].append(cost)
+        once = "once a dispatch" if cost.is_once else ""
+        groups[once, cost.opcode, cost.source, cost.result].append(cost)
     titles = ("µs", 9), ("runs", 6), ("read MB", 9), ("written", 9), ("GFLOP", 9), ("compiler µs", 11)
     lines = [" ".join(f"{title:>{width}}" for title, width in titles) + "  operation, from, results"]
 

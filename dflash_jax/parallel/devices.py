@@ -116,7 +116,7 @@ def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
     """
     name, best = device_name(kind), (0, "")
     for machine, mesh in meshes.items():
-        device, _, size = machine.partition("x")
+        device, _, size = machine.rpartition("x")
         if device == name and int(size) <= count:
             best = max(best, (int(size), mesh))
     return best[1]

@@ -141,6 +141,7 @@ def report(shapes, layout, devices, args) -> dict:
 
 def describe_counted(c: dict, floor: dict) -> str:
     """What was counted of a program, for people."""
+    once = c.get("once")
     loops = ", ".join(f"{n} of {loop}" if n > 1 else loop for loop, n in c["loops"].items())
     return (
         f"  predicted {1e3 * c['predicted_s']:.2f} ms with a context of {c['context']:,}: "
@@ -151,7 +152,13 @@ def describe_counted(c: dict, floor: dict) -> str:
         f"{floor['operations'] / 1e9:.1f} GFLOP\n"
         f"  the compiler's estimate of its {c['runs']:,} operations, with the same collectives: "
         f"{1e3 * c['compiler_s']:.2f} ms\n"
-        f"  loops: {loops}"
+        + (
+            f"  once a dispatch: {1e3 * once['predicted_s']:.2f} ms, {(once['read'] + once['written']) / 1e9:.3f} GB; "
+            f"the compiler's estimate {1e3 * once['compiler_s']:.2f} ms\n"
+            if once
+            else ""
+        )
+        + f"  loops: {loops}"
     )
 
 
