@@ -83,7 +83,7 @@ def report(shapes, layout, devices, args) -> dict:
         shapes = replace(shapes, draft_tokens=args.draft_tokens)
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
     mesh = layout.mesh(devices)
-    options = {} if ":" in args.device else GPU_OPTIONS
+    options = None if ":" in args.device else GPU_OPTIONS
     window = 1
     if drafter is not None:
         window = args.block_size or shapes.draft.block_size
@@ -111,12 +111,14 @@ def report(shapes, layout, devices, args) -> dict:
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
-        figures = reports[name] = measure(lowered, depth, arrays, options)
+        figures, hlo = measure(lowered, depth, arrays, options)
+        reports[name] = figures
         if ":" in args.device and "failed" not in figures:
             context = 0 if name == "prefill" else min(args.context or args.max_len, args.max_len)
-            program = Program(figures.pop("hlo"), Slice.of(args.device), context, pool_sizes(caches, args.slots))
+            program = Program(hlo, Slice.of(args.device), context, pool_sizes(caches, args.slots))
             figures["counted"] = {"context": context} | program.figures()
-            tokens = chunk if name == "prefill" else args.slots // layout.data * settings.block_size
+            figures["tokens"] = chunk if name == "prefill" else settings.block_size
+            tokens = figures["tokens"] * (1 if name == "prefill" else args.slots // layout.data)
             figures["floor"] = floor(programs, layout, program.slice.device, tokens, context, args.slots)
             if args.operations:
                 figures["costliest"] = costliest(program, args.operations)
@@ -232,12 +234,13 @@ def run(args) -> int:
     largest = 1 if shapes.draft is None else shapes.draft.block_size
     if args.block_size is not None and not 1 <= args.block_size <= largest:
         raise InputError(f"block size {args.block_size}: it must be 1 to {largest}")
+    depth = len(shapes.target.layers)
     if args.layers:
         shapes = shorten(shapes, args.layers)
     devices = topology(args.device, args.devices)
     mesh = args.mesh if args.mesh is not None else system.mesh(DEVICES[name].kind, len(devices))
     layout = replace(Layout.parse(mesh), decode_context_parallel=args.decode_context_parallel_size)
-    figures = report(shapes, layout, devices, args)
+    figures = report(shapes, layout, devices, args) | {"depth": depth}
     print(json.dumps(figures) if args.json else describe(figures))
     return 0
 
