@@ -35,6 +35,8 @@ GROUP_ROWS, MIN_GROUP_ROWS = 4, 32
 TPU_GATHERED_TOKENS = 16
 # Rows of a block of `experts_in_blocks`: fewer take as long, and more are bound by their operations.
 BLOCK_ROWS = (32, 256)
+# Numbers of gathered rows that a TPU's compiler keeps in VMEM: 16 MiB in bfloat16.
+ELEMENTS_OF_PASS = 2**23
 # An iteration of the loop takes as many experts as make a product of about this many outputs: products of single tiny
 # experts are slow.
 GROUP_WIDTH = 512
@@ -59,7 +61,7 @@ def route(
     return weights, chosen
 
 
-# Σ_k weights[n, k] · SwiGLU of expert chosen[n, k] on x[n]: x [N, H] → [N, H], in three forms.
+# Σ_k weights[n, k] · SwiGLU of expert chosen[n, k] on x[n]: x [N, H] → [N, H], in five forms.
 
 
 def experts_gathered(
@@ -133,19 +135,36 @@ def _by_expert(weights: Array, chosen: Array, experts: int) -> tuple[Array, Arra
     """Choices [N, K] in the order of their experts, those of weight 0 last.
 
     Returns:
-        The choices, int [N K]; the place of each in this order, int [N K]; and how many each expert has, int [experts].
+        The choices, int [N K]; the place of each in this order, int [N, K]; and how many each expert has, int
+        [experts].
     """
     expert = jnp.where(weights != 0, chosen, experts).reshape(-1)
     order = jnp.argsort(expert, stable=True)
     counts = jnp.sum(expert == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
-    return order, jnp.argsort(order), counts
+    return order, jnp.argsort(order).reshape(chosen.shape), counts
 
 
 def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
     """The weighted sum of each token's rows: y [N K or more, H] in the order of `_by_expert` → [N, H]."""
-    y = y[places].reshape(*weights.shape, -1).astype(jnp.float32)
-    # A row that no expert has written may be NaN.
-    return jnp.sum(jnp.where(weights[..., None] != 0, y * weights[..., None], 0.0), axis=1)
+    tokens, k = weights.shape
+
+    def summed(places: Array, weights: Array) -> Array:
+        weights = weights[..., None]
+        # A row that no expert has written may be NaN.
+        return jnp.sum(jnp.where(weights != 0, y[places].astype(jnp.float32) * weights, 0.0), axis=1).astype(y.dtype)
+
+    # Some tokens at a time, whose rows stay out of a TPU's memory.
+    most = max(1, _rows_of_pass(y.shape[1]) // k)
+    size = next(n for n in range(min(most, tokens), 0, -1) if tokens % n == 0)
+    if size == tokens:
+        return summed(places, weights)
+    parts = places.reshape(-1, size, k), weights.reshape(-1, size, k)
+    return jax.lax.map(lambda part: summed(*part), parts).reshape(tokens, -1)
+
+
+def _rows_of_pass(hidden: int) -> int:
+    """How many rows at a time a TPU keeps out of its memory, a multiple of what it multiplies at once."""
+    return max(ELEMENTS_OF_PASS // hidden // 128 * 128, 128)
 
 
 def experts_ragged(
@@ -159,14 +178,32 @@ def experts_ragged(
 ) -> Float[Array, "N H"]:
     """`jax.lax.ragged_dot` of the rows in the order of their experts: a TPU reads each chosen expert once.
 
-    Weights that are not transposed are so in the call, by a copy.
+    Some rows at a time, which stay out of the TPU's memory. Weights that are not transposed are so in the call, by a
+    copy.
     """
     gate_up, down = (w if isinstance(w, TransposedWeight) else TransposedWeight.of(w) for w in (gate_up, down))
     experts, _, f, _ = gate_up.shape
+    k, choices = chosen.shape[1], chosen.size
     order, places, counts = _by_expert(weights, chosen, experts)
-    h = jax.lax.ragged_dot(x[order // chosen.shape[1]], gate_up.matrices, counts)
-    h = jax.nn.silu(h[:, :f]) * h[:, f:]
-    return _weighted_sum(jax.lax.ragged_dot(h, down.matrices, counts), places, weights).astype(x.dtype)
+
+    def outputs(order: Array, counts: Array) -> Array:
+        h = jax.lax.ragged_dot(x[order // k], gate_up.matrices, counts)
+        h = jax.nn.silu(h[:, :f]) * h[:, f:]
+        return jax.lax.ragged_dot(h, down.matrices, counts)
+
+    rows = _rows_of_pass(x.shape[1])
+    if choices <= rows:
+        return _weighted_sum(outputs(order, counts), places, weights)
+    order, ends = jnp.pad(order, (0, rows)), jnp.cumsum(counts)
+
+    def visit(i: Array, y: Array) -> Array:
+        first = i * rows
+        parts = jnp.diff(jnp.clip(ends, first, first + rows), prepend=first)
+        new = outputs(jax.lax.dynamic_slice_in_dim(order, first, rows), parts)
+        return jax.lax.dynamic_update_slice_in_dim(y, new, first, 0)
+
+    y = jax.lax.fori_loop(0, -(-ends[-1] // rows), visit, jax.lax.empty((choices + rows, x.shape[1]), x.dtype))
+    return _weighted_sum(y, places, weights)
 
 
 def experts_in_blocks(
@@ -183,8 +220,7 @@ def experts_in_blocks(
     A block may reach past its expert's rows: the next one, of a later expert, writes these rows again.
     """
     experts, _, f, hidden = gate_up.shape
-    k = chosen.shape[1]
-    choices = chosen.size
+    k, choices = chosen.shape[1], chosen.size
     least, most = BLOCK_ROWS
     rows = min(most, max(least, 1 << (2 * choices // experts).bit_length()))
     order, places, counts = _by_expert(weights, chosen, experts)
@@ -195,18 +231,18 @@ def experts_in_blocks(
     expert = jnp.minimum(jnp.sum(last <= block[:, None], axis=1), experts - 1)
     first = (jnp.cumsum(counts) - counts)[expert] + (block - (last - blocks)[expert]) * rows
     of_block = jnp.stack([expert, first], axis=1)
-    inputs = jnp.pad(rounded(backend, x, gate_up)[order // k], ((0, rows), (0, 0)))
+    x, order = rounded(backend, x, gate_up), jnp.pad(order, (0, rows))
 
     def visit(i: Array, y: Array) -> Array:
         expert, first = of_block[i]
         one, other = (w[expert] for w in (gate_up, down))
-        block = jax.lax.dynamic_slice_in_dim(inputs, first, rows)
-        h = jnp.einsum("rh,oh->ro", block, dense(one.reshape(-1, hidden), x.dtype))
+        inputs = x[jax.lax.dynamic_slice_in_dim(order, first, rows) // k]
+        h = jnp.einsum("rh,oh->ro", inputs, dense(one.reshape(-1, hidden), x.dtype))
         h = rounded(backend, jax.nn.silu(h[:, :f]) * h[:, f:], down, axes=axes)
         return jax.lax.dynamic_update_slice_in_dim(y, jnp.einsum("rf,hf->rh", h, dense(other, x.dtype)), first, 0)
 
-    y = jax.lax.fori_loop(0, last[-1], visit, jnp.zeros((choices + rows, hidden), x.dtype))
-    return _weighted_sum(y, places, weights).astype(x.dtype)
+    y = jax.lax.fori_loop(0, last[-1], visit, jax.lax.empty((choices + rows, hidden), x.dtype))
+    return _weighted_sum(y, places, weights)
 
 
 def experts_looped(
@@ -267,7 +303,7 @@ def _with_shared(backend: Backend, y: Array, x: Array, shared: SharedExpert | No
 
 
 def _by_xla(
-    experts: Callable[[Backend, Array, Array, Array, ExpertWeight, ExpertWeight, Sequence[str]], Array],
+    experts: Callable[..., Array],
     backend: Backend,
     x: Array,
     logits: Array,
