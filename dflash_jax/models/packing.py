@@ -1,12 +1,13 @@
-"""Packed weights for the C++ kernels: a module with `ops.weights.PackedWeight` in place of arrays, and back."""
+"""Modules with the weights that a platform reads fastest (`ops.weights`) in place of arrays, and back."""
 
 from typing import TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.ops.weights import PackedWeight, is_weight
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_attribute
 
 M = TypeVar("M", bound=nnx.Module)
@@ -38,9 +39,61 @@ def pack_weights(module: M) -> M:
     return jax.tree.unflatten(structure, leaves)
 
 
+def transpose_experts(module: M) -> M:
+    """A module with a `TransposedWeight` in place of experts' weights that are not in few bits.
+
+    Args:
+        module: The module. Its submodules name the parameters in ``of_experts()``. Arrays are deleted once they are
+            transposed, each device's part by itself.
+
+    Returns:
+        The module with transposed weights.
+    """
+    leaves, structure = jax.tree.flatten(module, is_weight)
+    for i, is_of_experts in enumerate(parameter_attribute(module, "of_experts", False, is_weight)):
+        leaf = leaves[i]
+        if not is_of_experts or isinstance(leaf, QuantizedWeight | TransposedWeight):
+            continue
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaves[i] = jax.eval_shape(TransposedWeight.of, leaf)
+            continue
+        experts, *rest = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim] if _mesh(leaf) else [None] * leaf.ndim
+        leaves[i] = _by_device(TransposedWeight.of, leaf, PartitionSpec(experts, rest[-1], rest[-2]))
+        leaf.delete()
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _mesh(array: jax.Array):
+    """The mesh that an array is placed on; None where it is on one device without one."""
+    return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+
+
+def _by_device(function, weight, spec: PartitionSpec):
+    """``function`` of each device's part of a weight; ``spec``: how its result is divided."""
+    (array,) = jax.tree.leaves(weight)
+    if (mesh := _mesh(array)) is not None:
+        function = jax.shard_map(function, mesh=mesh, in_specs=array.sharding.spec, out_specs=spec, check_vma=False)
+    return jax.jit(function)(weight)
+
+
 def unpack_weights(module: M) -> M:
-    """The module with arrays and `QuantizedWeight` in place of packed weights: undoes `pack_weights`."""
-    return jax.tree.map(lambda x: _unpacked(x) if isinstance(x, PackedWeight) else x, module, is_leaf=is_weight)
+    """The module with arrays and `QuantizedWeight` in place of other weights.
+
+    It undoes `pack_weights` and `transpose_experts`.
+    """
+    return jax.tree.map(_plain, module, is_leaf=is_weight)
+
+
+def _plain(weight):
+    if isinstance(weight, PackedWeight):
+        return _unpacked(weight)
+    if not isinstance(weight, TransposedWeight):
+        return weight
+    experts, inputs, outputs = (
+        (*weight.matrices.sharding.spec, None, None, None)[:3] if _mesh(weight.matrices) else [None] * 3
+    )
+    pair = (None,) if weight.is_pair else ()
+    return _by_device(TransposedWeight.untransposed, weight, PartitionSpec(experts, *pair, outputs, inputs))
 
 
 _unpacked = jax.jit(PackedWeight.unpacked)
