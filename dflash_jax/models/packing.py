@@ -5,7 +5,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_attribute
@@ -57,22 +57,25 @@ def transpose_experts(module: M) -> M:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaves[i] = jax.eval_shape(TransposedWeight.of, leaf)
             continue
-        experts, *rest = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim] if _mesh(leaf) else [None] * leaf.ndim
-        leaves[i] = _by_device(TransposedWeight.of, leaf, PartitionSpec(experts, rest[-1], rest[-2]))
+        mesh, division = _division(leaf)
+        leaves[i] = _by_device(TransposedWeight.of, leaf, mesh, division, (division[0], division[-1], division[-2]))
         leaf.delete()
     return jax.tree.unflatten(structure, leaves)
 
 
-def _mesh(array: jax.Array):
-    """The mesh that an array is placed on; None where it is on one device without one."""
-    return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+def _division(array: jax.Array) -> tuple[Mesh | None, tuple]:
+    """The mesh that an array is placed on, None for one device without one, and how each dimension is divided."""
+    sharding, whole = array.sharding, (None,) * array.ndim
+    if not isinstance(sharding, NamedSharding):
+        return None, whole
+    return sharding.mesh, (*sharding.spec, *whole)[: array.ndim]
 
 
-def _by_device(function, weight, spec: PartitionSpec):
-    """``function`` of each device's part of a weight; ``spec``: how its result is divided."""
-    (array,) = jax.tree.leaves(weight)
-    if (mesh := _mesh(array)) is not None:
-        function = jax.shard_map(function, mesh=mesh, in_specs=array.sharding.spec, out_specs=spec, check_vma=False)
+def _by_device(function, weight, mesh: Mesh | None, before: tuple, after: tuple):
+    """``function`` of each device's part of a weight, of which ``before`` and after it ``after`` are the divisions."""
+    if mesh is not None:
+        specs = {"in_specs": PartitionSpec(*before), "out_specs": PartitionSpec(*after)}
+        function = jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
     return jax.jit(function)(weight)
 
 
@@ -89,11 +92,9 @@ def _plain(weight):
         return _unpacked(weight)
     if not isinstance(weight, TransposedWeight):
         return weight
-    experts, inputs, outputs = (
-        (*weight.matrices.sharding.spec, None, None, None)[:3] if _mesh(weight.matrices) else [None] * 3
-    )
-    pair = (None,) if weight.is_pair else ()
-    return _by_device(TransposedWeight.untransposed, weight, PartitionSpec(experts, *pair, outputs, inputs))
+    mesh, (experts, inputs, outputs) = _division(weight.matrices)
+    after = (experts, *(None,) * weight.is_pair, outputs, inputs)
+    return _by_device(TransposedWeight.untransposed, weight, mesh, (experts, inputs, outputs), after)
 
 
 _unpacked = jax.jit(PackedWeight.unpacked)

@@ -148,8 +148,8 @@ def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
     """The weighted sum of each token's rows: y [N K or more, H] in the order of `_by_expert` → [N, H]."""
     tokens, k = weights.shape
 
-    def summed(places: Array, weights: Array) -> Array:
-        weights = weights[..., None]
+    def summed(part: tuple[Array, Array]) -> Array:
+        places, weights = part[0], part[1][..., None]
         # A row that no expert has written may be NaN.
         return jnp.sum(jnp.where(weights != 0, y[places].astype(jnp.float32) * weights, 0.0), axis=1).astype(y.dtype)
 
@@ -157,9 +157,9 @@ def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
     most = max(1, _rows_of_pass(y.shape[1]) // k)
     size = next(n for n in range(min(most, tokens), 0, -1) if tokens % n == 0)
     if size == tokens:
-        return summed(places, weights)
+        return summed((places, weights))
     parts = places.reshape(-1, size, k), weights.reshape(-1, size, k)
-    return jax.lax.map(lambda part: summed(*part), parts).reshape(tokens, -1)
+    return jax.lax.map(summed, parts).reshape(tokens, -1)
 
 
 def _rows_of_pass(hidden: int) -> int:
