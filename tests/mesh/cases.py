@@ -463,7 +463,9 @@ def test_eight_bit_floats_generate_the_same_text_on_every_mesh(mesh, draft):
     assert parting is None or parting.is_tie
 
 
-@pytest.mark.parametrize("mesh", ["", "expert=2,tensor=4", pytest.param("data=2,tensor=4", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "mesh", ["expert=2,tensor=4", *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("", "data=2,tensor=4"))]
+)
 @pytest.mark.parametrize("form", [None, *(pytest.param(f, marks=pytest.mark.long) for f in ("fp8", "int4", "nvfp4"))])
 @pytest.mark.parametrize("draft", ["auto", pytest.param("mtp", marks=pytest.mark.long)])
 def test_the_implementations_for_a_tpu_give_the_text_of_a_cpu(mesh, form, draft, monkeypatch):
