@@ -6,7 +6,6 @@ Letters as in `ops.gated_delta`. A program has some key heads H of a row of the 
 of matrices leave them, [B, T, heads · size], so that a head is a slice of lanes and nothing is transposed.
 """
 
-from functools import partial
 
 import jax
 import jax.numpy as jnp
