@@ -6,6 +6,8 @@ rows too, and no page is read that no token sees. Letters as in `ops.attention`;
 times `TOKENS` tokens.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,21 +89,28 @@ def _kernel(
                 copy.start()
             place[_FETCHED] += 1
 
-    def fold(head, keys, kept, seen):
-        """Adds keys and values [s, D] of a head, which tokens see under ``seen`` [TOKENS or 1, s]."""
-        keys, kept = keys.astype(q.dtype), kept.astype(q.dtype)
+    def fold(keys, kept, seen):
+        """Adds keys and values [s, D] of each head, which tokens see under ``seen`` [TOKENS, s].
+
+        All heads are at the same operation, so that one fills the other's latencies.
+        """
         exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-        scores = jax.lax.dot_general(
-            q[0, head], keys, (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
-        )
-        split = (-1, TOKENS, keys.shape[0])
-        scores = jnp.where(seen, scores.reshape(split) * q.shape[3] ** -0.5, _MASKED).reshape(scores.shape)
-        new = jnp.maximum(largest[head], scores.max(1, keepdims=True))
-        weights, scale = jnp.exp(scores - new), jnp.exp(largest[head] - new)
-        mixed = jnp.dot(weights.astype(kept.dtype), kept, precision=exact, preferred_element_type=jnp.float32)
-        largest[head] = new
-        total[head] = total[head] * scale + weights.sum(1, keepdims=True)
-        values[head] = values[head] * scale + mixed
+        product = partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
+        scores = [product(q[0, h], keys(h).astype(q.dtype), (((1,), (1,)), ((), ()))) for h in range(heads)]
+        split = (-1, *seen.shape)
+        scores = [
+            jnp.where(seen[None], x.reshape(split) * q.shape[3] ** -0.5, _MASKED).reshape(x.shape) for x in scores
+        ]
+        new = [jnp.maximum(largest[h], x.max(1, keepdims=True)) for h, x in enumerate(scores)]
+        weights = [jnp.exp(x - y) for x, y in zip(scores, new, strict=True)]
+        mixed = [
+            product(x.astype(q.dtype), kept(h).astype(q.dtype), (((1,), (0,)), ((), ()))) for h, x in enumerate(weights)
+        ]
+        for h in range(heads):
+            scale = jnp.exp(largest[h] - new[h])
+            largest[h] = new[h]
+            total[h] = total[h] * scale + weights[h].sum(1, keepdims=True)
+            values[h] = values[h] * scale + mixed[h]
 
     def read(i, _):
         """Folds a page of the row."""
@@ -127,8 +136,7 @@ def _kernel(
 
         position = start + jax.lax.broadcasted_iota(jnp.int32, (TOKENS, size), 1)
         seen = admitted((TOKENS, size), 1) & (position >= first[0])
-        for head in range(heads):
-            fold(head, k_buffer[slot, head], v_buffer[slot, head], seen[None])
+        fold(lambda h: k_buffer[slot, h], lambda h: v_buffer[slot, h], seen)
         place[_READ] += 1
         fetch()
         return 0
@@ -142,8 +150,7 @@ def _kernel(
 
     largest[...] = jnp.full(largest.shape, _MASKED, jnp.float32)
     total[...], values[...] = jnp.zeros(total.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    for head in range(heads):
-        fold(head, k[0, head], v[0, head], mask[0][None] != 0)
+    fold(lambda h: k[0, h], lambda h: v[0, h], mask[0] != 0)
     jax.lax.fori_loop(0, count[row], read, 0)
     for head in range(heads):
         out[0, head] = (values[head] / total[head]).astype(out.dtype)

@@ -6,7 +6,6 @@ Letters as in `ops.gated_delta`. A program has some key heads H of a row of the 
 of matrices leave them, [B, T, heads · size], so that a head is a slice of lanes and nothing is transposed.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,13 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.ops.cache import DeltaState
 from dflash_jax.ops.delta_rule import l2_normalise, split_cumsum
-from dflash_jax.ops.kernels.tpu.rule import dot, value_head
+from dflash_jax.ops.kernels.tpu.rule import chunk_rule, dot
 
 # Tokens of a round at most, which are one chunk, and of a chunk of more. A round of fewer tokens is computed as one of
 # TOKENS: its products have one shape, and a token's result the same bits at any block length.
 TOKENS, CHUNK = 16, 64
-# Value heads of a program at most: their operations overlap, and their states are read while others are computed.
-VALUE_HEADS = 8
+# Value heads of a program at most, of a round and of more tokens: one fills the other's latencies, and their states are
+# read while the program before computes.
+VALUE_HEADS = (16, 8)
 # Rows before a chunk's in the window of the convolution: whole tiles of float32.
 BEFORE = 8
 LANES = 128
@@ -44,10 +44,10 @@ def why_not_sizes(state: DeltaState) -> str | None:
     return None
 
 
-def heads_of_program(state: DeltaState) -> int:
+def heads_of_program(tokens: int, state: DeltaState) -> int:
     """H, a divisor of G."""
-    _, g, r, *_ = state.recurrent.shape
-    return max(n for n in range(1, g + 1) if g % n == 0 and (n == 1 or n * r <= VALUE_HEADS))
+    (_, g, r, *_), most = state.recurrent.shape, VALUE_HEADS[tokens > TOKENS]
+    return max(n for n in range(1, g + 1) if g % n == 0 and (n == 1 or n * r <= most))
 
 
 def _chunk(
@@ -58,8 +58,8 @@ def _chunk(
     """A chunk of M tokens of H key heads.
 
     Scalars, int32 [B]: ``rows`` of the state, ``count`` tokens that count. Arrays: x [1, M, H (C + R Dv)], conv [1, W,
-    H C], weight [taps, H C], decays [1, 1, H, 3 R, M] (both parts of `split_cumsum`, then β), norm [1, Dv], state [1,
-    H, R, Dk, Dv]; y [1, M, H R Dv] and the record's k and δ likewise, or None, and the state after the chunk, or None;
+    H C], weight [taps, H C], decays [1, 1, 1, 3, H R, M] (both parts of `split_cumsum`, then β), norm [1, Dv], state
+    [1, H, R, Dk, Dv]; y [1, M, H R Dv], the record's k and δ likewise or None, and the state after the chunk or None;
     the state that is carried from chunk to chunk, and the window of the convolution, [BEFORE + M, H C].
     """
     del rows
@@ -70,13 +70,15 @@ def _chunk(
 
     @pl.when(chunk == 0)
     def _():
-        carried[...] = state[0]
+        if tokens > m:
+            carried[...] = state[0]
         window[first:BEFORE] = conv[0].astype(jnp.float32)
 
-    left = jnp.minimum(count[pl.program_id(0)], tokens) - chunk * m
+    left = jnp.minimum(count[pl.program_id(1)], tokens) - chunk * m
     is_counted = jax.lax.broadcasted_iota(jnp.int32, (size, channels), 0) < left
     if size < m:
         window[BEFORE + size :] = jnp.zeros((m - size, window.shape[1]), jnp.float32)
+    keys, values = [], []
     for head in range(heads):
         here, start = slice(head * channels, (head + 1) * channels), head * (channels + r * dv)
         # Tokens that do not count may be anything.
@@ -87,25 +89,32 @@ def _chunk(
         q, k = l2_normalise(mixed[:, :dk]) * dk**-0.5, l2_normalise(mixed[:, dk : 2 * dk])
         if k_out is not None:
             k_out[0, :, head * dk : (head + 1) * dk] = k[:size]
-        kq, parts = jnp.concatenate([k, q]), decays[0, 0, head]
-        products, betas = dot(kq, k, exact, (1, 1)), parts[2 * r :].T
-        for i in range(r):
-            out, delta, after = value_head(
-                kq, products, mixed[:, 2 * dk + i * dv : 2 * dk + (i + 1) * dv],
-                (parts[i : i + 1], parts[r + i : r + i + 1]), betas[:, i : i + 1], carried[head, i], tokens, exact,
-            )  # fmt: skip
-            if state_out is not None or tokens > m:
-                carried[head, i] = after
-            value, gate = (head * r + i) * dv, start + channels + i * dv
-            if delta_out is not None:
-                delta_out[0, :, value : value + dv] = delta[:size]
-            z = x[0, :, gate : gate + dv].astype(jnp.float32)
-            out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=1, keepdims=True) + eps) * norm[...]
-            y[0, :, value : value + dv] = (out[:size] * (z * jax.nn.sigmoid(z))).astype(y.dtype)
+        keys.append(jnp.concatenate([k, q]))
+        values += [mixed[:, start : start + dv] for start in range(2 * dk, channels, dv)]
+
+    def of_values(x: Array) -> Array:
+        """[H, ...] → [H R, ...]."""
+        return jnp.broadcast_to(x[:, None], (heads, r, *x.shape[1:])).reshape(heads * r, *x.shape[1:])
+
+    kq = jnp.stack(keys)
+    products = dot(kq, kq[:, :m], exact, (2, 2))
+    before = (carried[...] if tokens > m else state[0]).reshape(heads * r, dk, dv)
+    out, delta, after = chunk_rule(
+        of_values(kq), of_values(products), jnp.stack(values), decays[0, 0, 0], before, tokens, exact
+    )
+    if tokens > m:
+        carried[...] = after.reshape(carried.shape)
+    out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=2, keepdims=True) + eps) * norm[...]
+    for i in range(heads * r):
+        value, gate = i * dv, i // r * (channels + r * dv) + channels + i % r * dv
+        if delta_out is not None:
+            delta_out[0, :, value : value + dv] = delta[i, :size]
+        z = x[0, :, gate : gate + dv].astype(jnp.float32)
+        y[0, :, value : value + dv] = (out[i, :size] * (z * jax.nn.sigmoid(z))).astype(y.dtype)
     if tokens > m:
         window[:BEFORE] = window[m : m + BEFORE]
     if state_out is not None:
-        state_out[0] = carried[...]
+        state_out[0] = after.reshape(carried.shape)
 
 
 def mix(
@@ -136,7 +145,7 @@ def mix(
     b, t, g = qkvz.shape[:3]
     _, _, r, dk, dv = state.recurrent.shape
     channels, taps = conv_weight.shape[1:]
-    h, m = heads_of_program(state), TOKENS if t <= TOKENS else CHUNK
+    h, m = heads_of_program(t, state), TOKENS if t <= TOKENS else CHUNK
     count, size = -(-t // m), min(t, m)
     rows = jnp.minimum(state.row_indices(), len(state.recurrent) - 1)
     counted = jnp.full(b, t, jnp.int32) if n is None else n.astype(jnp.int32)
@@ -146,19 +155,19 @@ def mix(
 
     def chunks(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, count * m - t), (0, 0), (0, 0)))
-        return jnp.einsum("bcmgr->bcgrm", x.reshape(b, count, m, g, r))
+        return jnp.einsum("bcmjn->bcjnm", x.reshape(b, count, m, g // h, h * r))
 
-    decays = jnp.concatenate([*split_cumsum(chunks(log_decay)), chunks(beta)], axis=3)
+    decays = jnp.stack([*split_cumsum(chunks(log_decay)), chunks(beta)], axis=3)
 
     def lanes(rows: int, of_head: int, is_chunked: bool = True) -> pl.BlockSpec:
-        return pl.BlockSpec((1, rows, h * of_head), lambda i, j, c, *_: (i, c if is_chunked else 0, j))
+        return pl.BlockSpec((1, rows, h * of_head), lambda j, i, c, *_: (i, c if is_chunked else 0, j))
 
-    states = pl.BlockSpec((1, h, r, dk, dv), lambda i, j, c, rows, _: (rows[i], j, 0, 0, 0))
+    states = pl.BlockSpec((1, h, r, dk, dv), lambda j, i, c, rows, _: (rows[i], j, 0, 0, 0))
     shapes = [((b, t, g * r * dv), qkvz.dtype), ((b, t, g * dk), jnp.float32), ((b, t, g * r * dv), jnp.float32)]
     specs = [lanes(size, r * dv), lanes(size, dk), lanes(size, r * dv)]
     if n is not None:
         shapes[1:] = [((b, *state.recurrent.shape[1:]), jnp.float32)]
-        specs[1:] = [pl.BlockSpec((1, h, r, dk, dv), lambda i, j, c, *_: (i, j, 0, 0, 0))]
+        specs[1:] = [pl.BlockSpec((1, h, r, dk, dv), lambda j, i, c, *_: (i, j, 0, 0, 0))]
     options = {"tokens": t, "taps": taps, "eps": eps, "exact": qkvz.dtype == jnp.float32}
 
     def with_record(*refs):
@@ -174,12 +183,13 @@ def mix(
         out_shape=[jax.ShapeDtypeStruct(*x) for x in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(b, g // h, count),
+            # Weights of heads stay where they are for all rows.
+            grid=(g // h, b, count),
             in_specs=[
                 lanes(size, channels + r * dv),
                 lanes(taps - 1, channels, False),
-                pl.BlockSpec((taps, h * channels), lambda i, j, c, *_: (0, j)),
-                pl.BlockSpec((1, 1, h, 3 * r, m), lambda i, j, c, *_: (i, c, j, 0, 0)),
+                pl.BlockSpec((taps, h * channels), lambda j, i, c, *_: (0, j)),
+                pl.BlockSpec((1, 1, 1, 3, h * r, m), lambda j, i, c, *_: (i, c, j, 0, 0, 0)),
                 pl.BlockSpec((1, dv), lambda *_: (0, 0)),
                 states,
             ],

@@ -17,11 +17,12 @@ def why_not(tokens: int, state: DeltaState) -> str | None:
     return f"{tokens} tokens: the kernel takes {TOKENS} at most" if tokens > TOKENS else why_not_sizes(state)
 
 
-def _replay(order, rows, n, k, delta, decay, state, out, keys, *, tokens: int):
+def _replay(order, rows, n, k, delta, decay, state, out, keys, columns, *, tokens: int):
     """The recurrence of a row's first ``n`` tokens, one after another, whatever blocks they came in.
 
-    Scalars, int32 [B]: ``order`` of the rows of the batch, the others of each. Arrays: k [1, tokens, H Dk], delta [1,
-    tokens, H R Dv], decay [1, 1, tokens, H R], the state before and after, [1, H, R, Dk, Dv]; keys [TOKENS, Dk].
+    Scalars: ``order`` of the rows of the batch, the others of each, int32 [B]; decay [1, 1, tokens, H R]. Arrays: k [1,
+    tokens, H Dk], delta [1, tokens, H R Dv], the state before and after, [1, H, R, Dk, Dv]; keys of a head, [TOKENS,
+    Dk], and of all as columns, [H, Dk, TOKENS].
     """
     del rows
     count = n[order[pl.program_id(1)]]
@@ -29,22 +30,24 @@ def _replay(order, rows, n, k, delta, decay, state, out, keys, *, tokens: int):
     out[...] = state[...]
     for head in range(heads):
         keys[:tokens] = k[0, :, head * dk : (head + 1) * dk]
-        columns = keys[...].T
-        for j in range(tokens):
-
-            @pl.when(j < count)
-            def _(head=head, j=j, columns=columns):
+        columns[head] = keys[...].T
+    for j in range(tokens):
+        # All heads together, so that one fills the other's latencies.
+        @pl.when(j < count)
+        def _(j=j):
+            for head in range(heads):
+                key = jnp.broadcast_to(columns[head, :, j : j + 1], (dk, dv))
                 for i in range(r):
                     value = head * r + i
-                    left = out[0, head, i] * decay[0, 0, j : j + 1, value : value + 1]
-                    out[0, head, i] = left + columns[:, j : j + 1] * delta[0, j : j + 1, value * dv : (value + 1) * dv]
+                    added = key * delta[0, j : j + 1, value * dv : (value + 1) * dv]
+                    out[0, head, i] = out[0, head, i] * decay[0, 0, j, value] + added
 
 
 def replay(state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> Float[Array, "rows G R Dk Dv"]:
     """S after the first n recorded tokens, in place; rows without a token are neither read nor written."""
     b, t, g, dk = record.k.shape
     r, dv = record.delta.shape[3:]
-    h, rows = heads_of_program(state), state.row_indices()
+    h, rows = heads_of_program(t, state), state.row_indices()
     is_written = (rows < len(state.recurrent)) & (n > 0)
     order = jnp.argsort(jnp.logical_not(is_written)).astype(jnp.int32)
     decay = jnp.exp(record.log_decay).reshape(b, t, g // h, h * r).swapaxes(1, 2)
@@ -63,11 +66,11 @@ def replay(state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> Float
             in_specs=[
                 lanes(dk),
                 lanes(r * dv),
-                pl.BlockSpec((1, 1, t, h * r), lambda j, i, order, *_: (order[i], j, 0, 0)),
+                pl.BlockSpec((1, 1, t, h * r), lambda j, i, order, *_: (order[i], j, 0, 0), memory_space=pltpu.SMEM),
                 states,
             ],
             out_specs=states,
-            scratch_shapes=[pltpu.VMEM((TOKENS, dk), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((TOKENS, dk), jnp.float32), pltpu.VMEM((h, dk, TOKENS), jnp.float32)],
         ),
         input_output_aliases={6: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),

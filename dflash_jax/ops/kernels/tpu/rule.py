@@ -1,6 +1,7 @@
 """The gated delta rule of a chunk, in a kernel for a TPU (arXiv 2412.06464, section 3.3; as `ops.delta_rule`).
 
-M are the tokens of the chunk. Products are of two matrices each, as the matrix unit takes them.
+N are value heads, M the tokens of the chunk. All heads are at the same operation, so that one fills the other's
+latencies.
 """
 
 from functools import partial
@@ -13,13 +14,13 @@ from jaxtyping import Array, Float
 SOLVED = 16
 
 
-def dot(x: Array, y: Array, exact: bool, contracted: tuple[int, int] = (1, 0)) -> Array:
-    """A product of float32 matrices, by all their bits or, of models in 16 bits, by the first 16 of them.
+def dot(x: Array, y: Array, exact: bool, contracted: tuple[int, int] = (2, 1)) -> Array:
+    """Products of float32 matrices, by all their bits or, of models in 16 bits, by the first 16 of them.
 
     The matrix unit multiplies bfloat16. Three products of the first and second eight bits leave an error of 2⁻¹⁶; six
     are float32.
     """
-    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    dims = (((contracted[0],), (contracted[1],)), ((0,), (0,)))
     product = partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)
     if exact:
         return product(x, y, precision=jax.lax.Precision.HIGHEST)
@@ -32,57 +33,61 @@ def dot(x: Array, y: Array, exact: bool, contracted: tuple[int, int] = (1, 0)) -
     return product(x, y) + (product(x, y_rest) + product(x_rest, y))
 
 
-def _solved(a: Float[Array, "M M"], u: Float[Array, "M Dv"], tokens: int, exact: bool) -> Float[Array, "M Dv"]:
+def _solved(a: Float[Array, "N M M"], u: Float[Array, "N M Dv"], tokens: int, exact: bool) -> Float[Array, "N M Dv"]:
     """δ of (I + a) δ = u, with a strictly lower triangular and of M rows the first ``tokens`` at most not 0.
 
     By substitution in blocks of `SOLVED` tokens; a product subtracts what earlier blocks have.
     """
     blocks = []
-    for start in range(0, len(u), SOLVED):
+    for start in range(0, u.shape[1], SOLVED):
         rows = slice(start, start + SOLVED)
-        x = u[rows]
+        x = u[:, rows]
         if start:
-            x = x - dot(a[rows, :start], jnp.concatenate(blocks), exact)
+            x = x - dot(a[:, rows, :start], jnp.concatenate(blocks, axis=1), exact)
         for j in range(min(SOLVED, tokens) - 1):
-            x = x - a[rows, start + j : start + j + 1] * x[j : j + 1]
+            x = x - a[:, rows, start + j : start + j + 1] * x[:, j : j + 1]
         blocks.append(x)
-    return jnp.concatenate(blocks)
+    return jnp.concatenate(blocks, axis=1)
 
 
-def value_head(
-    kq: Float[Array, "2M Dk"],
-    products: Float[Array, "2M M"],
-    v: Float[Array, "M Dv"],
-    sums: tuple[Array, Array],
-    beta: Float[Array, "M 1"],
-    state: Float[Array, "Dk Dv"],
+def chunk_rule(
+    kq: Float[Array, "N 2M Dk"],
+    products: Float[Array, "N 2M M"],
+    v: Float[Array, "N M Dv"],
+    decays: Float[Array, "3 N M"],
+    state: Float[Array, "N Dk Dv"],
     tokens: int,
     exact: bool,
 ) -> tuple[Array, Array, Array]:
-    """A value head of a chunk.
+    """The rule of a chunk.
 
     Args:
         kq: Keys, then queries.
         products: Their products with the keys.
         v: Values.
-        sums: Both parts of `split_cumsum`, [1, M].
-        beta: Step sizes.
+        decays: Both parts of `split_cumsum`, then step sizes.
         state: S before the chunk.
         tokens: Tokens of the whole pass.
         exact: As in `dot`.
 
     Returns:
-        o, δ, [M, Dv], and S after the chunk.
+        o, δ, [N, M, Dv], and S after the chunk.
     """
-    m = len(v)
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (m, m), axis) for axis in (0, 1))
-    first, second = (x.T for x in sums)
+    n, m, _ = v.shape
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (n, m, m), axis) for axis in (1, 2))
+
+    def columns(x: Array) -> Array:
+        """[N, M] → [N, M, 1]."""
+        x = x.T
+        return jnp.stack([x[:, i : i + 1] for i in range(n)])
+
+    (first, second, beta), parts = (columns(x) for x in decays), decays[:, :, None]
     # The exponent is masked before exp: above the diagonal it is positive and may overflow.
-    between = (first - sums[0]) + (second - sums[1])
+    between = (first - parts[0]) + (second - parts[1])
     decay, cumulative = jnp.exp(jnp.where(row >= column, between, -jnp.inf)), jnp.exp(first + second)
     recalled = dot(kq, state, exact)
-    a = jnp.where(row > column, beta * products[:m] * decay, 0.0)
-    delta = _solved(a, beta * (v - cumulative * recalled[:m]), tokens, exact)
-    out = cumulative * recalled[m:] + dot(products[m:] * decay, delta, exact)
-    to_end = jnp.exp((first[m - 1 :] - first) + (second[m - 1 :] - second))
-    return out, delta, state * cumulative[m - 1 :] + dot(kq[:m] * to_end, delta, exact, (0, 0))
+    a = jnp.where(row > column, beta * products[:, :m] * decay, 0.0)
+    delta = _solved(a, beta * (v - cumulative * recalled[:, :m]), tokens, exact)
+    out = cumulative * recalled[:, m:] + dot(products[:, m:] * decay, delta, exact)
+    to_end = jnp.exp((first[:, m - 1 :] - first) + (second[:, m - 1 :] - second))
+    return out, delta, state * cumulative[:, m - 1 :] + dot(kq[:, :m] * to_end, delta, exact, (1, 1))

@@ -159,6 +159,9 @@ def test_what_is_not_supported_has_a_reason_and_goes_to_xla():
     assert "over 11 tokens" in why_not(jnp.float32, replace(state, conv_inputs=jnp.zeros((4, 10, 1, 512))))
 
 
-@pytest.mark.parametrize(("g", "r", "heads"), [(16, 2, 4), (16, 3, 2), (2, 2, 2), (1, 12, 1), (6, 2, 3), (16, 4, 2)])
-def test_a_program_has_as_many_key_heads_as_divide_them(g, r, heads):
-    assert heads_of_program(DeltaState(jnp.zeros((1, g, r, 1, 1)), jnp.zeros((1, 1, 1, 1)))) == heads
+@pytest.mark.parametrize(
+    ("g", "r", "round_heads", "chunk_heads"), [(16, 2, 8, 4), (16, 3, 4, 2), (2, 2, 2, 2), (1, 20, 1, 1), (6, 2, 6, 3)]
+)
+def test_a_program_has_as_many_key_heads_as_divide_them(g, r, round_heads, chunk_heads):
+    state = DeltaState(jnp.zeros((1, g, r, 1, 1)), jnp.zeros((1, 1, 1, 1)))
+    assert [heads_of_program(tokens, state) for tokens in (16, 17)] == [round_heads, chunk_heads]
