@@ -6,6 +6,8 @@ Letters as in `ops.gated_delta`. A program has some key heads H of a row of the 
 of matrices leave them, [B, T, heads · size], so that a head is a slice of lanes and nothing is transposed.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -170,16 +172,14 @@ def mix(
         specs[1:] = [pl.BlockSpec((1, h, r, dk, dv), lambda j, i, c, *_: (i, j, 0, 0, 0))]
     options = {"tokens": t, "taps": taps, "eps": eps, "exact": qkvz.dtype == jnp.float32}
 
-    def with_record(*refs):
-        *args, carried, window = refs
-        _chunk(*args, None, carried, window, **options)
-
-    def with_state(*refs):
-        *args, y, after, carried, window = refs
-        _chunk(*args, y, None, None, after, carried, window, **options)
+    def kernel(*refs: Any) -> None:
+        *given, carried, window = refs
+        # There is no state after the tokens, or no record.
+        given = [*given, None] if n is None else [*given[:-1], None, None, given[-1]]
+        _chunk(*[*given, carried, window], **options)
 
     y, *rest = pl.pallas_call(
-        with_record if n is None else with_state,
+        kernel,
         out_shape=[jax.ShapeDtypeStruct(*x) for x in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
