@@ -56,14 +56,15 @@ def pages_in_flight(cache: KVCache) -> int:
 
 
 def _kernel(
-    table, count, used, lowest, recent, sinks, skip_from, skipped,
+    table, context, left, following, used, lowest, recent, sinks, skip_from, skipped,
     q, k, v, mask, first, k_pages, v_pages, out, k_buffer, v_buffer, semaphores, place, largest, total, values,
 ):  # fmt: skip
     """A row: scalars of all rows, then its arrays, the cache, its result, and what is kept in between.
 
-    Scalars, int32 [B]: ``count`` pages to read of ``table`` [B, n], ``used`` positions of the context, the others as in
-    `Bounds`. Arrays: q [1, K, M, D], k and v [1, K, TOKENS, D], mask [1, TOKENS, TOKENS], first [1, TOKENS, 1], out as
-    q. The running softmax: largest and total [K, M, 1], values [K, M, D], float32.
+    Scalars, int32 [B]: positions of the ``context`` without skipped pages, which ``table`` [B, n] has; pages ``left``
+    to read from the row on; the ``following`` row that has any; positions ``used`` with those of skipped pages; the
+    others as in `Bounds`. Arrays: q [1, K, M, D], k and v [1, K, TOKENS, D], mask [1, TOKENS, TOKENS], first [1,
+    TOKENS, 1], out as q. The running softmax: largest and total [K, M, 1], values [K, M, D], float32.
     """
     row, heads, size = pl.program_id(0), q.shape[1], k_buffer.shape[2]
 
@@ -76,18 +77,12 @@ def _kernel(
 
     def fetch():
         """Starts the copies of the next page, of this row or of the next one that has any."""
-
-        def is_read(at):
-            return (at[0] < pl.num_programs(0)) & (at[1] >= count[jnp.minimum(at[0], pl.num_programs(0) - 1)])
-
-        of, i = jax.lax.while_loop(is_read, lambda at: (at[0] + 1, jnp.int32(0)), (place[_ROW], place[_PAGE]))
-        place[_ROW], place[_PAGE] = of, i + 1
-
-        @pl.when(of < pl.num_programs(0))
-        def _():
-            for copy in copies(table[of, index(of, i)], place[_FETCHED] % k_buffer.shape[0]):
-                copy.start()
-            place[_FETCHED] += 1
+        of, i = place[_ROW], place[_PAGE]
+        is_last = (i + 1) * size >= context[of]
+        place[_ROW], place[_PAGE] = jnp.where(is_last, following[of], of), jnp.where(is_last, 0, i + 1)
+        for copy in copies(table[of, index(of, i)], place[_FETCHED] % k_buffer.shape[0]):
+            copy.start()
+        place[_FETCHED] += 1
 
     def fold(keys, kept, seen):
         """Adds keys and values [s, D] of each head, which tokens see under ``seen`` [TOKENS, s].
@@ -138,20 +133,21 @@ def _kernel(
         seen = admitted((TOKENS, size), 1) & (position >= first[0])
         fold(lambda h: k_buffer[slot, h], lambda h: v_buffer[slot, h], seen)
         place[_READ] += 1
-        fetch()
+        pl.when(left[row] - i > k_buffer.shape[0])(fetch)
         return 0
 
     @pl.when(row == 0)
     def _():
         for i in range(4):
             place[i] = 0
-        for _ in range(k_buffer.shape[0]):
-            fetch()
+        place[_ROW] = jnp.where(context[0] > 0, 0, following[0])
+        for i in range(k_buffer.shape[0]):
+            pl.when(left[0] > i)(fetch)
 
     largest[...] = jnp.full(largest.shape, _MASKED, jnp.float32)
     total[...], values[...] = jnp.zeros(total.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
     fold(lambda h: k[0, h], lambda h: v[0, h], mask[0] != 0)
-    jax.lax.fori_loop(0, count[row], read, 0)
+    jax.lax.fori_loop(0, jax.lax.div(context[row] + size - 1, size), read, 0)
     for head in range(heads):
         out[0, head] = (values[head] / total[head]).astype(out.dtype)
 
@@ -182,9 +178,24 @@ def attend(
         seen = jnp.pad(seen, ((0, 0), (0, pad), (0, pad))) | jnp.eye(TOKENS, dtype=bool)
     used = jnp.minimum(length, cache.capacity)
     skip_from, skipped = bounds.skipped(page)
-    count = jnp.maximum(-(-used // page) - skipped, 0)
+    context = jnp.maximum(used - skipped * page, 0)
+    count, row = -(-context // page), jnp.arange(b)
+    # The next row with a page; one past the end is not fetched.
+    following = jnp.where((row > row[:, None]) & (count > 0), row, b).min(1)
+    left = jnp.cumsum(count[::-1])[::-1]
     pages = jnp.minimum(cache.table[jnp.minimum(cache.row_indices(), len(cache.table) - 1)], len(cache.k) - 1)
-    scalars = (pages, count, used, bounds.first.min(1), bounds.recent, bounds.sinks, skip_from, skipped)
+    scalars = (
+        pages,
+        context,
+        left,
+        following,
+        used,
+        bounds.first.min(1),
+        bounds.recent,
+        bounds.sinks,
+        skip_from,
+        skipped,
+    )
     first = jnp.pad(bounds.first, ((0, 0), (0, pad)))[..., None]
     queries, depth = by_head(q), pages_in_flight(cache)
     m = queries.shape[2]
