@@ -319,10 +319,40 @@ def _long(
     return triton_attention.attend_triton(backend.triton_card, q, k, v, mask, cache, length, bounds, gate, True)
 
 
+def _supports_pallas(
+    backend: Backend, q: Array, k: Array, v: Array, mask: Array | None, cache: KVCache | None, *args: Any
+) -> str | None:
+    if backend.no_pallas is not None:
+        return backend.no_pallas
+    if cache is None:
+        return "there is no cached context"
+    from dflash_jax.ops.kernels.tpu import attention as tpu_attention
+
+    return tpu_attention.why_not(q, k, cache)
+
+
+def _pallas(
+    backend: Backend,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    cache: KVCache,
+    length: Array,
+    bounds: Bounds | None = None,
+    gate: Array | None = None,
+) -> Array:
+    from dflash_jax.ops.kernels.tpu import attention as tpu_attention
+
+    bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
+    return through_gate(tpu_attention.attend(q, k, v, mask, cache, length, bounds), gate)
+
+
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton, long contexts", _supports_long, _long, is_tried=False),
     Implementation("triton", _supports_triton, _triton),
+    Implementation("pallas", _supports_pallas, _pallas, is_tried=False),
     Implementation("wide pieces", _supports_wide, in_wide_pieces),
     Implementation("reference", supports_everything, reference),
 )

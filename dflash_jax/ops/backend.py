@@ -110,6 +110,11 @@ class Backend:
         return cls("cuda", card, kernels, "the platform is cuda", None)
 
     @classmethod
+    def for_tpu(cls, kernels: str = "auto") -> "Backend":
+        """A TPU, with any of `CHOICES`, that need not be in this machine."""
+        return cls("tpu", None, kernels, "the platform is tpu", "the platform is tpu")
+
+    @classmethod
     def xla(cls, platform: str = "cpu", card: Card | None = None) -> "Backend":
         """A backend without this package's kernels."""
         return cls(platform, card, "xla", "kernels are 'xla'", "kernels are 'xla'")
@@ -128,6 +133,13 @@ class Backend:
     def has_triton(self) -> bool:
         """Whether the Triton kernels are used."""
         return self.no_triton is None
+
+    @property
+    def no_pallas(self) -> str | None:
+        """Why Pallas' kernels for TPUs are not used; None where they are."""
+        if self.platform != "tpu":
+            return f"the platform is {self.platform}"
+        return "kernels are 'xla'" if self.kernels == "xla" else None
 
     @property
     def joins_launches(self) -> bool:

@@ -50,6 +50,15 @@ def gated_norm(
     return (rms_norm(out, norm, eps) * gate).astype(z.dtype)
 
 
+def _steps_and_decays(
+    gates: Float[Array, "B T 2 G R"], weights: Weights
+) -> tuple[Float[Array, "B T G R"], Float[Array, "B T G R"]]:
+    """Step sizes, and logarithms of the decays, float32."""
+    beta, alpha = jnp.moveaxis(gates, 2, 0).astype(jnp.float32)
+    dt = jax.nn.softplus(alpha + weights.dt_bias.astype(jnp.float32))
+    return jax.nn.sigmoid(beta), -jnp.exp(weights.a_log.astype(jnp.float32)) * dt
+
+
 def reference(
     backend: Backend,
     qkvz: Float[Array, "B T G CZ"],
@@ -62,7 +71,7 @@ def reference(
 ) -> tuple[Float[Array, "B T G R Dv"], DeltaRecord]:
     """`gated_delta` by XLA, a scan over chunks."""
     b, t = qkvz.shape[:2]
-    conv_weight, a_log, dt_bias, norm = weights
+    conv_weight, norm = weights.conv_weight, weights.norm
     channels, kernel = conv_weight.shape[1:]
     state = state.copied()
     *_, r, dk, dv = state.recurrent.shape
@@ -79,10 +88,7 @@ def reference(
     q = l2_normalise(mixed[..., :dk]) * dk**-0.5
     k = l2_normalise(mixed[..., dk : 2 * dk])
     v = mixed[..., 2 * dk :].reshape(b, t, -1, r, dv)
-    beta, alpha = jnp.moveaxis(gates, 2, 0).astype(jnp.float32)
-    dt = jax.nn.softplus(alpha + dt_bias.astype(jnp.float32))
-    log_decay = -jnp.exp(a_log.astype(jnp.float32)) * dt
-    beta = jax.nn.sigmoid(beta)
+    beta, log_decay = _steps_and_decays(gates, weights)
     out, delta = delta_rule(q, k, v, beta, log_decay, state.recurrent, starts=starts, unrolled=unrolled)
     return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
 
@@ -154,6 +160,34 @@ def _triton_chunks(
     return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
 
 
+def _supports_pallas(
+    backend: Backend,
+    qkvz: Array,
+    gates: Array,
+    state: DeltaState,
+    weights: Weights,
+    eps: float,
+    starts: Array | None = None,
+) -> str | None:
+    if backend.no_pallas is not None:
+        return backend.no_pallas
+    if starts is not None:
+        return "a sequence has several documents"
+    from dflash_jax.ops.kernels.tpu import delta as tpu_delta
+
+    return tpu_delta.why_not(qkvz.dtype, state)
+
+
+def _pallas(
+    backend: Backend, qkvz: Array, gates: Array, state: DeltaState, weights: Weights, eps: float, starts: None = None
+) -> tuple[Array, DeltaRecord]:
+    from dflash_jax.ops.kernels.tpu import delta as tpu_delta
+
+    beta, log_decay = _steps_and_decays(gates, weights)
+    y, k, delta = tpu_delta.mix(qkvz, beta, log_decay, state, weights.conv_weight, weights.norm, eps)
+    return y, DeltaRecord(k, delta, log_decay, qkvz[..., : weights.conv_weight.shape[1]])
+
+
 def _supports_cpp(
     backend: Backend,
     qkvz: Array,
@@ -194,6 +228,7 @@ IMPLEMENTATIONS = (
     Implementation("triton, parts of heads", _supports_triton, partial(_triton, in_parts=True), is_tried=False),
     Implementation("triton, one chunk", _supports_triton, _triton),
     Implementation("triton, chunks", _supports_triton_chunks, _triton_chunks),
+    Implementation("pallas", _supports_pallas, _pallas, is_tried=False),
     Implementation("unrolled", _supports_unrolled, partial(reference, unrolled=True)),
     Implementation("reference", supports_everything, reference),
 )
@@ -278,6 +313,21 @@ def _triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: 
     return triton_delta.replay_triton(backend.triton_card, state, record, n)
 
 
+def _supports_pallas_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
+    if backend.no_pallas is not None:
+        return backend.no_pallas
+    from dflash_jax.ops.kernels.tpu import replay as tpu_replay
+
+    return tpu_replay.why_not(record.k.shape[1], state)
+
+
+def _pallas_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
+    from dflash_jax.ops.kernels.tpu import replay as tpu_replay
+
+    conv = last_inputs(state.copied().conv_inputs, record.conv_inputs, n)
+    return DeltaState(tpu_replay.replay(state, record, n), state.placed(state.conv_inputs, conv), state.rows)
+
+
 def _supports_cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
     return cpp.why_not_gated_delta(state) if backend.has_cpp else backend.no_cpp
 
@@ -290,6 +340,7 @@ def _cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Arr
 REPLAYS = (
     Implementation("cpp", _supports_cpp_replay, _cpp_replay),
     Implementation("triton", _supports_triton_replay, _triton_replay),
+    Implementation("pallas", _supports_pallas_replay, _pallas_replay, is_tried=False),
     Implementation("reference", supports_everything, replay_reference),
 )
 
@@ -367,6 +418,10 @@ def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:
         from dflash_jax.ops.kernels.triton import delta as triton_delta
 
         return triton_delta.why_not(tokens, state) is None
+    if backend.no_pallas is None and backend.kernels == "all":
+        from dflash_jax.ops.kernels.tpu import replay as tpu_replay
+
+        return tpu_replay.why_not(tokens, state) is None
     return backend.has_cpp and cpp.why_not_gated_delta(state) is None
 
 
@@ -408,8 +463,32 @@ def _triton_advance(
     return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv, state.rows)
 
 
+def _supports_pallas_advance(
+    backend: Backend, qkvz: Array, gates: Array, state: DeltaState, weights: Weights, eps: float, n: Array
+) -> str | None:
+    if reason := _supports_pallas(backend, qkvz, gates, state, weights, eps):
+        return reason
+    from dflash_jax.ops.kernels.tpu import replay as tpu_replay
+
+    if tpu_replay.why_not(qkvz.shape[1], state) is None:
+        return "one chunk is computed and replayed by other kernels"
+    return None
+
+
+def _pallas_advance(
+    backend: Backend, qkvz: Array, gates: Array, state: DeltaState, weights: Weights, eps: float, n: Array
+) -> tuple[Array, DeltaState]:
+    from dflash_jax.ops.kernels.tpu import delta as tpu_delta
+
+    steps = _steps_and_decays(gates, weights)
+    y, recurrent = tpu_delta.mix(qkvz, *steps, state, weights.conv_weight, weights.norm, eps, n)
+    inputs = qkvz[..., : weights.conv_weight.shape[1]]
+    return y, state.put(DeltaState(recurrent, last_inputs(state.copied().conv_inputs, inputs, n)))
+
+
 ADVANCES = (
     Implementation("triton, chunks", _supports_triton_advance, _triton_advance),
+    Implementation("pallas", _supports_pallas_advance, _pallas_advance, is_tried=False),
     Implementation("reference", supports_everything, advance_reference),
 )
 

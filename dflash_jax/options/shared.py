@@ -95,7 +95,8 @@ class LLMOptions:
     )
     kernels: str = _models(
         "auto",
-        "our own are Triton on a GPU and C++ on a CPU; all: also those that no card has run; xla: none of our own",
+        "our own are Triton on a GPU, Pallas on a TPU and C++ on a CPU; all: also those that no card has run, of a TPU "
+        "every one; xla: none of our own",
         choices=CHOICES,
     )
     max_len: int | None = _load(

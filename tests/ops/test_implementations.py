@@ -43,6 +43,8 @@ BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Bac
 ELSEWHERE = {("gated_delta", "triton, chunks"), ("advance", "triton, chunks")}
 # Compared in tests/ops/kernels/triton/test_fp4.py, with rounded activations.
 ELSEWHERE |= {("linear", "triton, FP4"), ("mixture", "triton, FP4")}
+# Compared in tests/ops/kernels/tpu, at sizes that a TPU's kernels support.
+ELSEWHERE |= {(op, "pallas") for op in ("attention", "attention, FP8", "gated_delta", "advance", "replay")}
 
 
 def attention_cases(cached=None):
