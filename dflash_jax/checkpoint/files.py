@@ -117,6 +117,10 @@ class Tensors(Mapping[str, tuple[int, ...]]):
             InputError: It cannot be read.
         """
 
+    def section(self, name: str, shape: Sequence[int], rows: slice, columns: slice) -> np.ndarray:
+        """A part of a tensor that has ``shape``, its axes before the last taken as one: some rows, some columns."""
+        return self.read(name).reshape(-1, shape[-1])[rows, columns]
+
     def release(self) -> None:
         """Frees what reading occupied."""
 
