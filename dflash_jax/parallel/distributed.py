@@ -17,10 +17,8 @@ from dflash_jax.process import end_process
 
 # Bytes that `broadcast` sends.
 MOST_BYTES = 4096
-# The coordinator's port in a LeaderWorkerSet, whose pods have addresses of their own.
-LWS_PORT = 8476
-# JAX's on a TPU slice.
-TPU_PORT = "8482"
+# The coordinator's port where nothing names one: JAX's on a TPU slice, whose driver has others for itself.
+PORT = 8482
 # Seconds in which all processes must be there. JAX alone would abort without a name.
 START_S = 300.0
 # Flags of compilers: programs of processes with others may wait for one another for ever.
@@ -73,7 +71,7 @@ def start() -> None:
     # Collectives of several programs in flight wait for one another on a CPU's few threads, for ever in the worst case.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if "LWS_LEADER_ADDRESS" in os.environ:
-        os.environ.setdefault("JAX_COORDINATOR_ADDRESS", f"{os.environ['LWS_LEADER_ADDRESS']}:{LWS_PORT}")
+        os.environ.setdefault("JAX_COORDINATOR_ADDRESS", f"{os.environ['LWS_LEADER_ADDRESS']}:{PORT}")
         for name, given in (("JAX_NUM_PROCESSES", "LWS_GROUP_SIZE"), ("JAX_PROCESS_ID", "LWS_WORKER_INDEX")):
             os.environ.setdefault(name, os.environ.get(given, ""))
     try:
@@ -116,7 +114,7 @@ def _watched() -> Iterator[None]:
 def _who_is_missing() -> str:
     """What this process knows of the others, in words: by the environment, and by connections."""
     same, hosts = "the same command has to run on every host", slice_hosts()
-    port = os.environ.get("JAX_COORDINATOR_PORT", TPU_PORT)
+    port = os.environ.get("JAX_COORDINATOR_PORT", PORT)
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", f"{hosts[0].partition(':')[0]}:{port}" if hosts else "")
     index = os.environ.get("JAX_PROCESS_ID", os.environ.get("TPU_WORKER_ID", ""))
     if not coordinator or not index:

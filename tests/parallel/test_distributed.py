@@ -39,7 +39,7 @@ def test_a_leader_worker_set_names_the_processes(calls, monkeypatch):
     for name, value in OF_A_SET.items():
         monkeypatch.setenv(name, value)
     distributed.start()
-    assert calls == [{"num_processes": 4, "process_id": 2, "address": "dflash-0.dflash.default:8476"}]
+    assert calls == [{"num_processes": 4, "process_id": 2, "address": "dflash-0.dflash.default:8482"}]
 
 
 def test_variables_of_jax_win(calls, monkeypatch):
