@@ -56,6 +56,8 @@ SHARED = ("build", "kernels", "tokens")
 SLOWER_ON_CPU = 2.4
 # Before the time is over: to end a process and write.
 RESERVE_S = 15
+# How long a process may take to end after it has closed its output.
+ENDING_S = 10
 LOG_BYTES = 2**20
 
 
@@ -136,6 +138,9 @@ class Worker:
 
     def end(self) -> int:
         """Its exit code, after it and its children were ended."""
+        # One that has closed its output is about to end by itself, with a code that says why.
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(0 if self.reader.is_alive() else ENDING_S)
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
@@ -272,7 +277,7 @@ def environment_of(stage: str, platform: str, installed: str | None, workers: in
     if platform == "cuda" and workers > 1:
         # They share the card's memory, and give it back.
         environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    if platform == "cpu" and stage in ("kernels", "tokens"):
+    if platform == "cpu" and stage in card_stages.INTERPRETED:
         environment["TRITON_INTERPRET"] = "1"
     if platform == "cpu" and stage in ("kernels", "tokens", "ruler"):
         # Compilation takes longer than what it compiles.

@@ -196,6 +196,8 @@ def ruler(args) -> Cases:
     return card_ruler.cases(args.platform == "cuda", args.out)
 
 
+# Those that Triton's interpreter runs where there is no card.
+INTERPRETED = ("kernels", "tokens")
 STAGES = {f.__name__: f for f in (machine, build, kernels, tokens, large, ruler, sanitizer)}
 
 
@@ -286,7 +288,7 @@ def _prepared(args):
         from dflash_jax.engine.compile_cache import enable_disk_cache
 
         enable_disk_cache()
-        if args.platform == "cpu":
+        if args.platform == "cpu" and args.stage in INTERPRETED:
             from tools.triton_interpreter import interpreting, small_grids
 
             stack.enter_context(interpreting())

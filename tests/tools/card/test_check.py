@@ -33,6 +33,10 @@ done, (first, step) = asked["done"], asked["share"]
 cases = json.loads((Path(__file__).parent / "stages.json").read_text()).get(stage, {"one": "exact"})
 if cases == "no start":
     sys.exit("there is no such module")
+if cases == "a slow end":
+    os.close(1)
+    time.sleep(0.5)
+    os._exit(3)
 say = lambda **line: print(json.dumps(line), flush=True)
 say(cases=list(cases))
 for name, what in list(cases.items())[first::step]:
@@ -148,6 +152,25 @@ def test_a_stage_that_does_not_start_is_a_failure(fake):
     assert "there is no such module" in (fake.out / "log.txt").read_text()
     assert statuses(record, "tokens") == {"one": "exact"}
     assert "ended with code 1" in page
+
+
+def test_a_process_ends_by_itself_after_its_output(fake):
+    assert "its process ended with code 3" in fake({"build": "a slow end"})[1]["stages"]["build"]["state"]
+
+
+@pytest.mark.parametrize("stage", card_stages.STAGES)
+def test_each_stage_begins_on_a_cpu(stage, tmp_path, monkeypatch):
+    """In the environment that the command gives it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    environment = card_check.environment_of(stage, "cpu", None, 1)
+    command = [sys.executable, "-m", "tools.card.stages", stage, "--platform", "cpu", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdin.write(json.dumps({"done": [], "share": (0, 1)}) + "\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["cases"]
+        process.kill()
 
 
 def test_resume_goes_on_where_time_ran_out(fake, monkeypatch):
