@@ -225,6 +225,8 @@ def abstract_pair(
     from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.models.drafters import abstract_drafter
     from dflash_jax.models.kv_scales import with_fp8_caches
+    from dflash_jax.models.packing import transpose_experts
+    from dflash_jax.ops.moe import transposes_experts
 
     target = _as_loaded(abstract_decoder(shapes.target, dtype, layout, backend), layout, quantize, shapes.forms)
     drafter = None
@@ -237,6 +239,8 @@ def abstract_pair(
             drafter.vocabulary = jax.eval_shape(
                 lambda owner, ids: DraftVocabulary(ids, owner.head_weight[ids], backend), owner, ids
             )
+    if transposes_experts(backend):
+        target, drafter = transpose_experts(target), drafter and transpose_experts(drafter)
     return (with_fp8_caches(target), drafter and with_fp8_caches(drafter)) if has_fp8_caches else (target, drafter)
 
 
@@ -362,7 +366,7 @@ def make_plan(
 
     # Temporaries, roughly: activations of a prefill chunk and of the largest image in the vision tower, float32 logits
     # of each slot's block three times over, and features that a dispatch keeps for the drafter's context.
-    passes = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
+    passes = PREFILL_BYTES * largest_prefill(device.platform, device.platform == "gpu") * shapes.target.hidden_size
     passes += workspace(tower) if tower else 0
     rounds = 3 * 4 * window * vocab + deferred
     room = USABLE * device.memory - weights.total - drafting - vision - passes

@@ -229,10 +229,12 @@ def test_there_is_one_for_each_published_system():
 
 
 def test_the_mesh_follows_the_machine():
-    system = System({}, {"b200x1": "tensor=1", "b200x8": "tensor=8", "h100x4": "tensor=4"}, {})
+    meshes = {"b200x1": "tensor=1", "b200x8": "tensor=8", "h100x4": "tensor=4", "tpu7xx8": "tensor=8"}
+    system = System({}, meshes, {})
     assert system.mesh("NVIDIA B200", 8) == "tensor=8"
     assert system.mesh("NVIDIA B200", 4) == "tensor=1"
     assert system.mesh("NVIDIA H100 80GB HBM3", 8) == "tensor=4"
+    assert system.mesh("TPU7x", 8) == "tensor=8"
     assert system.mesh("cpu", 1) == ""
 
 

@@ -4,10 +4,13 @@ Devices: h100, h200, b200, or a TPU slice such as v6e:2x4. It needs Python 3.12 
 compilers: jax-cuda13-plugin, jax-cuda13-pjrt and nvidia-cuda-nvcc for NVIDIA, libtpu for TPUs.
 """
 
+import json
 import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -29,6 +32,7 @@ WITHOUT_DEVICES = {
     # JAX asks NVIDIA's libraries for their versions, which fails without a driver.
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "compile"
 SPECS = Path(__file__).parent / "gpu_specs"
 # H200 is H100 with another memory.
 H200 = {
@@ -44,6 +48,21 @@ def prepare() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     for variable, value in WITHOUT_DEVICES.items():
         os.environ.setdefault(variable, value)
+
+
+def reported(script: str, command: str) -> dict:
+    """What a script of `scripts/compile` reports, from a process of its own: compilers keep what they have.
+
+    Args:
+        script: The script's name.
+        command: A system and the script's options.
+    """
+    config, *options = command.split()
+    argv = [sys.executable, str(SCRIPTS / script), "--config", config, *options, "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:300]}
+    return json.loads(done.stdout)
 
 
 def topology(device: str, count: int) -> list:
@@ -106,21 +125,30 @@ def resident_bytes(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def measure(lowered, layers: int, arrays: dict, options: dict) -> dict:
+def measure(lowered, layers: int, arrays: dict, options: dict | None) -> tuple[dict, str]:
     """Compiles a program and counts its kernels, copies and bytes.
 
-    A loop's body counts once, so figures of a decode program are per round. ``arrays``: name → trees of arrays that
-    should not be copied.
+    A loop's body counts once, so figures of a decode program are per round.
+
+    Args:
+        lowered: The program.
+        layers: Its layers.
+        arrays: Trees of arrays that should not be copied, by name.
+        options: The compiler's for a GPU, whose kernels are counted; None for a TPU.
+
+    Returns:
+        The figures, and the optimised program's text.
     """
     import jax
 
     folder = Path(tempfile.mkdtemp(prefix="xla_"))
     began = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": str(folder), **options})
+        dump = {} if options is None else {"xla_dump_to": str(folder), **options}
+        compiled = lowered.compile(compiler_options=dump)
         seconds, text = time.perf_counter() - began, thunks(folder)
     except jax.errors.JaxRuntimeError as e:  # a TPU's compiler refuses what its memory cannot hold
-        return {"failed": " ".join(str(e).split())[:200]}
+        return {"failed": " ".join(str(e).split())[:200]}, ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     memory, hlo, weights = compiled.memory_analysis(), compiled.as_text(), arrays.get("weights")
@@ -144,11 +172,7 @@ def measure(lowered, layers: int, arrays: dict, options: dict) -> dict:
         figures["calls_per_layer"] = sum(always[kind] for kind in KERNELS) / layers
         figures["kernels_in_branches"] = sum(branches[kind] for kind in KERNELS)
         figures |= {"thunks": dict(always + branches), "graphs": (always + branches)["CommandBuffer"]}
-    cost = compiled.cost_analysis() or {}
-    if "optimal_seconds" in cost:
-        # The compiler adds -1 for each loop whose length it does not know: those are left out.
-        figures["optimal_seconds"] = cost["optimal_seconds"] % 1
-    return figures
+    return figures, hlo
 
 
 def shorten(shapes, count: int):

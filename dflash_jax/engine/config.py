@@ -69,8 +69,8 @@ def speculations_of(*block_sizes: Sequence[int]) -> tuple[Speculation, ...]:
 # Batch sizes of a data shard that programs are compiled for.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILL_SIZES = (16, 64, 256, 1024)
-# On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, since both read every expert; where a kernel
-# keeps attention's scores out of memory, chunks are larger. A TPU computes every expert for every token.
+# On an accelerator a chunk of 1,024 tokens takes hardly longer than one of 16, since both read every expert. Chunks are
+# larger where a kernel keeps attention's scores out of memory, and on a TPU, of which a device has few heads' scores.
 LARGEST_PREFILL = 4096
 # Share of a chunk that may be padding. A CPU takes as long for padding as for a token; an accelerator is bound by
 # reading weights, and runs one half-empty chunk faster than two full ones.
@@ -80,7 +80,7 @@ PADDING = {"cpu": 0.25}
 # is large, but for the reproducible mode, in which the next turn of a conversation goes on from the last of them.
 CPU_CUT_SPACING, MIN_CUT_DISTANCE = (16, 256), 512
 # Limits of a program for several short prompts: prompts, and tokens in all, padding included, by platform.
-PREFILL_BATCH, PREFILL_BATCH_TOKENS = 8, {"gpu": 2048, "tpu": 256}
+PREFILL_BATCH, PREFILL_BATCH_TOKENS = 8, {"gpu": 2048, "tpu": 2048}
 # Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 87 of
 # Qwen3.6-35B-A3B, 58 of Qwen3.5-27B; 236 of Qwen3.5-397B-A17B over eight devices, which fits into the unused share).
 PREFILL_BYTES = 120
@@ -97,9 +97,9 @@ def copied_pages(count: int) -> int:
     return count - rest + (large if rest > small else rest)
 
 
-def largest_prefill(kernels: bool) -> int:
-    """Tokens of the largest chunk; ``kernels``: whether programs have Triton kernels."""
-    return LARGEST_PREFILL if kernels else PREFILL_SIZES[-1]
+def largest_prefill(platform: str, kernels: bool) -> int:
+    """Tokens of the largest chunk; arguments as of `prefill_config`."""
+    return LARGEST_PREFILL if kernels or platform == "tpu" else PREFILL_SIZES[-1]
 
 
 def prefill_config(
@@ -116,9 +116,9 @@ def prefill_config(
     Returns:
         Keyword arguments of `EngineConfig`.
     """
-    limit = max_num_batched_tokens or max(2048, largest_prefill(kernels))
-    sizes = sorted({*PREFILL_SIZES, largest_prefill(kernels)})
-    farthest = PREFILL_SIZES[-1] if isolated else largest_prefill(kernels)
+    limit = max_num_batched_tokens or max(2048, largest_prefill(platform, kernels))
+    sizes = sorted({*PREFILL_SIZES, largest_prefill(platform, kernels)})
+    farthest = PREFILL_SIZES[-1] if isolated else largest_prefill(platform, kernels)
     return {
         "prefill_sizes": tuple(s for s in sizes if s <= max(limit, sizes[0])),
         "prefill_padding": PADDING.get(platform, 0.5),

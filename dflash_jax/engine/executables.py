@@ -19,6 +19,7 @@ from dflash_jax.engine.steps import BATCH, REPLICATED, Programs, Step
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import Drafting
 from dflash_jax.ops.kernels.triton.launch import chained
+from dflash_jax.parallel.devices import device_name
 from dflash_jax.parallel.sharding import parameter_specs, place
 
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls. Products of one operand stay apart: to merge them XLA
@@ -30,6 +31,16 @@ GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_dot_merger_threshold_mb": 0,
 } | ({"xla_gpu_experimental_use_collective_kernels": ""} if JAXLIB >= (0, 11, 1) else {})
+# On TPUs with 128 MiB of VMEM: most of it is the kernels' own, as others' recipes for v6e have it. Otherwise XLA copies
+# the weights of a layer's experts to it ahead of their product, and those that no token has chosen too.
+TPU_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": 98304}
+
+
+def compiler_options(device: Any) -> dict[str, Any] | None:
+    """XLA's options that suit a `jax.Device`, which this machine need not have; None: XLA's own."""
+    if device.platform in ("gpu", "cuda"):
+        return GPU_OPTIONS
+    return TPU_OPTIONS if device_name(device.device_kind) in ("v5e", "v6e") else None
 
 
 def put(x, sharding):
@@ -66,9 +77,6 @@ class Executables(Programs):
         self.weights = jax.tree.map(put, jax.tree.leaves(self.pair), self.shardings(self._specs))
         self.compiled: dict = {}
 
-    def _on_gpu(self) -> bool:
-        return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-
     @property
     def count(self) -> int:
         """Programs compiled so far."""
@@ -92,7 +100,7 @@ class Executables(Programs):
     def compile(self, lowered) -> tuple:
         """Compiles a ``jax.stages.Lowered``: (program, seconds)."""
         began = time.perf_counter()
-        options = self.compiler_options or (GPU_OPTIONS if self._on_gpu() else None)
+        options = self.compiler_options or compiler_options(self.mesh.devices.flat[0])
         return lowered.compile(compiler_options=options), time.perf_counter() - began
 
     def lower(self, step: Step, state: DecodeState, *args: Any, **static: Any):

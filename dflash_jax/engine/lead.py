@@ -91,7 +91,10 @@ jax.tree_util.register_dataclass(Shared, data_fields=["arrays"], meta_fields=["h
 
 def _kernels(backend: Backend) -> tuple:
     """What a backend has, without the reasons for what it lacks: they are in the words of the host."""
-    return backend.platform, backend.card, backend.kernels, backend.no_cpp is None, backend.no_triton is None
+    return (
+        *(backend.platform, backend.card, backend.kernels, backend.reproducible),
+        *(backend.no_cpp is None, backend.no_triton is None),
+    )
 
 
 def fingerprint(programs: Sequence[Executables]) -> str:

@@ -157,7 +157,7 @@ class LLM(Generation):
         if self._is_loaded:
             return
         given, checkpoint = self._given, self._checkpoint
-        self.backend = prepare_backend(given.kernels, given.activations)
+        self.backend = prepare_backend(given.kernels, given.activations, given.reproducible)
         began = time.perf_counter()
         self.target, self.drafters = load_models(given, checkpoint, self.backend)
         self.encoder = load_encoder(given, checkpoint, self.backend)

@@ -46,9 +46,10 @@ from dflash_jax.models.drafting import Drafting
 from dflash_jax.models.kv_scales import is_scale, with_fp8_caches
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
-from dflash_jax.models.packing import pack_weights, unpack_weights
+from dflash_jax.models.packing import pack_weights, transpose_experts, unpack_weights
 from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.moe import transposes_experts
 from dflash_jax.ops.weights import GROUPS, PackedWeight, QuantizedWeight, Weight, dense, is_nvfp4, is_weight
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
@@ -202,13 +203,13 @@ def _files(given: LLMConfig, directory: Path) -> ModelFiles:
     )
 
 
-def prepare_backend(kernels: str, activations: str | None = None) -> Backend:
+def prepare_backend(kernels: str, activations: str | None = None, reproducible: bool = False) -> Backend:
     """This machine's backend, a CPU's kernels compiled; warns where a GPU's are missing. Arguments: the options."""
     with progress.step("compiling the kernels for this CPU", in_library=True):
         backend = Backend.detect(kernels)
     if backend.is_gpu and kernels != "xla" and backend.no_triton:
         log.warning("without Triton kernels, which make decoding faster: %s", backend.no_triton)
-    return replace(backend, fp4_activations=activations == "fp4")
+    return replace(backend, fp4_activations=activations == "fp4", reproducible=reproducible)
 
 
 def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, tuple[Drafting, ...]]:
@@ -273,6 +274,8 @@ def load_encoder(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> 
 
 def packed(module: M, dtype: str) -> M:
     """``module`` with its weights in the layout that this platform's kernels read fastest."""
+    if transposes_experts(module.backend):
+        return transpose_experts(module)
     devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
     is_wanted = [device.platform for device in devices] == ["cpu"] and dtype == "float32" and module.backend.has_cpp
     return pack_weights(module) if is_wanted else module

@@ -10,7 +10,7 @@ from dflash_jax.models.layers import Mlp, normal
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.linear import DeferredNorm, linear, takes_fp4
 from dflash_jax.ops.moe import fuses_residual, mixture, shared_weight
-from dflash_jax.ops.weights import can_pack_experts
+from dflash_jax.ops.weights import TransposedWeight, can_pack_experts
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 
@@ -52,7 +52,13 @@ class Moe(nnx.Module):
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
-        return {"gate_up": (self.experts, None, self.features), "down": (self.experts, None, self.features)}
+        is_transposed = isinstance(self.down.get_value(), TransposedWeight)
+        down = (self.experts, self.features) if is_transposed else (self.experts, None, self.features)
+        return {"gate_up": (self.experts, None, self.features), "down": down}
+
+    def of_experts(self) -> dict[str, bool]:
+        """Parameter → True, for `packing.transpose_experts`."""
+        return {"gate_up": True, "down": True}
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""

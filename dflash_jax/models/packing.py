@@ -1,12 +1,13 @@
-"""Packed weights for the C++ kernels: a module with `ops.weights.PackedWeight` in place of arrays, and back."""
+"""Modules with the weights that a platform reads fastest (`ops.weights`) in place of arrays, and back."""
 
 from typing import TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.ops.weights import PackedWeight, is_weight
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_attribute
 
 M = TypeVar("M", bound=nnx.Module)
@@ -38,9 +39,62 @@ def pack_weights(module: M) -> M:
     return jax.tree.unflatten(structure, leaves)
 
 
+def transpose_experts(module: M) -> M:
+    """A module with a `TransposedWeight` in place of experts' weights that are not in few bits.
+
+    Args:
+        module: The module. Its submodules name the parameters in ``of_experts()``. Arrays are deleted once they are
+            transposed, each device's part by itself.
+
+    Returns:
+        The module with transposed weights.
+    """
+    leaves, structure = jax.tree.flatten(module, is_weight)
+    for i, is_of_experts in enumerate(parameter_attribute(module, "of_experts", False, is_weight)):
+        leaf = leaves[i]
+        if not is_of_experts or isinstance(leaf, QuantizedWeight | TransposedWeight):
+            continue
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaves[i] = jax.eval_shape(TransposedWeight.of, leaf)
+            continue
+        mesh, division = _division(leaf)
+        leaves[i] = _by_device(TransposedWeight.of, leaf, mesh, division, (division[0], division[-1], division[-2]))
+        leaf.delete()
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _division(array: jax.Array) -> tuple[Mesh | None, tuple]:
+    """The mesh that an array is placed on, None for one device without one, and how each dimension is divided."""
+    sharding, whole = array.sharding, (None,) * array.ndim
+    if not isinstance(sharding, NamedSharding):
+        return None, whole
+    return sharding.mesh, (*sharding.spec, *whole)[: array.ndim]
+
+
+def _by_device(function, weight, mesh: Mesh | None, before: tuple, after: tuple):
+    """``function`` of each device's part of a weight, of which ``before`` and after it ``after`` are the divisions."""
+    if mesh is not None:
+        specs = {"in_specs": PartitionSpec(*before), "out_specs": PartitionSpec(*after)}
+        function = jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
+    return jax.jit(function)(weight)
+
+
 def unpack_weights(module: M) -> M:
-    """The module with arrays and `QuantizedWeight` in place of packed weights: undoes `pack_weights`."""
-    return jax.tree.map(lambda x: _unpacked(x) if isinstance(x, PackedWeight) else x, module, is_leaf=is_weight)
+    """The module with arrays and `QuantizedWeight` in place of other weights.
+
+    It undoes `pack_weights` and `transpose_experts`.
+    """
+    return jax.tree.map(_plain, module, is_leaf=is_weight)
+
+
+def _plain(weight):
+    if isinstance(weight, PackedWeight):
+        return _unpacked(weight)
+    if not isinstance(weight, TransposedWeight):
+        return weight
+    mesh, (experts, inputs, outputs) = _division(weight.matrices)
+    after = (experts, *(None,) * weight.is_pair, outputs, inputs)
+    return _by_device(TransposedWeight.untransposed, weight, mesh, (experts, inputs, outputs), after)
 
 
 _unpacked = jax.jit(PackedWeight.unpacked)

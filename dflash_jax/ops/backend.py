@@ -60,6 +60,8 @@ class Backend:
         no_triton: Why the Triton kernels are not used; None where they are.
         on_choice: Called with each `Choice` while programs are traced. Comparisons of backends ignore it.
         fp4_activations: Whether products with weights in NVFP4 round their inputs to NVFP4, too.
+        reproducible: Whether implementations are passed over of which it is not known, from a run on the platform, that
+            they compute each token without regard to the others.
     """
 
     platform: str
@@ -69,6 +71,7 @@ class Backend:
     no_triton: str | None = "the backend was created without kernels"
     on_choice: Callable[[Choice], None] | None = field(default=None, compare=False, repr=False)
     fp4_activations: bool = False
+    reproducible: bool = False
 
     @classmethod
     def detect(cls, kernels: str = "auto") -> "Backend":

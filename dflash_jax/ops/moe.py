@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import linear, project, rounded, takes_fp4
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, Weight, dense
 
 # Experts' weights that XLA computes with, and a shared expert: gate_up, down and the logits of its gate.
 ExpertWeight: TypeAlias = Array | QuantizedWeight
@@ -31,8 +31,12 @@ ExpertAxes: TypeAlias = tuple[Sequence[str], Sequence[str]]
 # Rows of each expert's product: this many times the mean, and at least `MIN_GROUP_ROWS`: products of fewer rows take
 # as long.
 GROUP_ROWS, MIN_GROUP_ROWS = 4, 32
-# On a TPU more tokens than these are computed by the loop over experts.
+# On a TPU in the reproducible mode more tokens than these are computed by the loop over experts.
 TPU_GATHERED_TOKENS = 16
+# Rows of a block of `experts_in_blocks`: fewer take as long, and more are bound by their operations.
+BLOCK_ROWS = (32, 256)
+# Numbers of gathered rows that a TPU's compiler keeps in VMEM: 16 MiB in bfloat16.
+ELEMENTS_OF_PASS = 2**23
 # An iteration of the loop takes as many experts as make a product of about this many outputs: products of single tiny
 # experts are slow.
 GROUP_WIDTH = 512
@@ -57,7 +61,7 @@ def route(
     return weights, chosen
 
 
-# Σ_k weights[n, k] · SwiGLU of expert chosen[n, k] on x[n]: x [N, H] → [N, H], in three forms.
+# Σ_k weights[n, k] · SwiGLU of expert chosen[n, k] on x[n]: x [N, H] → [N, H], in five forms.
 
 
 def experts_gathered(
@@ -127,6 +131,120 @@ def experts_grouped(
     return jax.lax.while_loop(lambda carry: carry[0] <= rank.max(), visit, start)[1].astype(x.dtype)
 
 
+def _by_expert(weights: Array, chosen: Array, experts: int) -> tuple[Array, Array, Array]:
+    """Choices [N, K] in the order of their experts, those of weight 0 last.
+
+    Returns:
+        The choices, int [N K]; the place of each in this order, int [N, K]; and how many each expert has, int
+        [experts].
+    """
+    expert = jnp.where(weights != 0, chosen, experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    counts = jnp.sum(expert == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
+    return order, jnp.argsort(order).reshape(chosen.shape), counts
+
+
+def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
+    """The weighted sum of each token's rows: y [N K or more, H] in the order of `_by_expert` → [N, H]."""
+    tokens, k = weights.shape
+
+    def summed(part: tuple[Array, Array]) -> Array:
+        places, weights = part[0], part[1][..., None]
+        # A row that no expert has written may be NaN.
+        return jnp.sum(jnp.where(weights != 0, y[places].astype(jnp.float32) * weights, 0.0), axis=1).astype(y.dtype)
+
+    # Some tokens at a time, whose rows stay out of a TPU's memory.
+    most = max(1, _rows_of_pass(y.shape[1]) // k)
+    size = next(n for n in range(min(most, tokens), 0, -1) if tokens % n == 0)
+    if size == tokens:
+        return summed((places, weights))
+    parts = places.reshape(-1, size, k), weights.reshape(-1, size, k)
+    return jax.lax.map(summed, parts).reshape(tokens, -1)
+
+
+def _rows_of_pass(hidden: int) -> int:
+    """How many rows at a time a TPU keeps out of its memory, a multiple of what it multiplies at once."""
+    return max(ELEMENTS_OF_PASS // hidden // 128 * 128, 128)
+
+
+def experts_ragged(
+    backend: Backend,
+    x: Float[Array, "N H"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    gate_up: Array | TransposedWeight,
+    down: Array | TransposedWeight,
+    axes: Sequence[str] = (),
+) -> Float[Array, "N H"]:
+    """`jax.lax.ragged_dot` of the rows in the order of their experts: a TPU reads each chosen expert once.
+
+    Some rows at a time, which stay out of the TPU's memory. Weights that are not transposed are so in the call, by a
+    copy.
+    """
+    gate_up, down = (w if isinstance(w, TransposedWeight) else TransposedWeight.of(w) for w in (gate_up, down))
+    experts, _, f, _ = gate_up.shape
+    k, choices = chosen.shape[1], chosen.size
+    order, places, counts = _by_expert(weights, chosen, experts)
+
+    def outputs(order: Array, counts: Array) -> Array:
+        h = jax.lax.ragged_dot(x[order // k], gate_up.matrices, counts)
+        h = jax.nn.silu(h[:, :f]) * h[:, f:]
+        return jax.lax.ragged_dot(h, down.matrices, counts)
+
+    rows = _rows_of_pass(x.shape[1])
+    if choices <= rows:
+        return _weighted_sum(outputs(order, counts), places, weights)
+    order, ends = jnp.pad(order, (0, rows)), jnp.cumsum(counts)
+
+    def visit(i: Array, y: Array) -> Array:
+        first = i * rows
+        parts = jnp.diff(jnp.clip(ends, first, first + rows), prepend=first)
+        new = outputs(jax.lax.dynamic_slice_in_dim(order, first, rows), parts)
+        return jax.lax.dynamic_update_slice_in_dim(y, new, first, 0)
+
+    y = jax.lax.fori_loop(0, -(-ends[-1] // rows), visit, jax.lax.empty((choices + rows, x.shape[1]), x.dtype))
+    return _weighted_sum(y, places, weights)
+
+
+def experts_in_blocks(
+    backend: Backend,
+    x: Float[Array, "N H"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    axes: Sequence[str] = (),
+) -> Float[Array, "N H"]:
+    """A loop over blocks of rows of one expert each, whose weights are converted where the product reads them.
+
+    A block may reach past its expert's rows: the next one, of a later expert, writes these rows again.
+    """
+    experts, _, f, hidden = gate_up.shape
+    k, choices = chosen.shape[1], chosen.size
+    least, most = BLOCK_ROWS
+    rows = min(most, max(least, 1 << (2 * choices // experts).bit_length()))
+    order, places, counts = _by_expert(weights, chosen, experts)
+    blocks = -(-counts // rows)
+    last = jnp.cumsum(blocks)
+    block = jnp.arange(experts + choices // rows)
+    # Of each block its expert and its first row: one array, since each read of a scalar takes a TPU long.
+    expert = jnp.minimum(jnp.sum(last <= block[:, None], axis=1), experts - 1)
+    first = (jnp.cumsum(counts) - counts)[expert] + (block - (last - blocks)[expert]) * rows
+    of_block = jnp.stack([expert, first], axis=1)
+    x, order = rounded(backend, x, gate_up), jnp.pad(order, (0, rows))
+
+    def visit(i: Array, y: Array) -> Array:
+        expert, first = of_block[i]
+        one, other = (w[expert] for w in (gate_up, down))
+        inputs = x[jax.lax.dynamic_slice_in_dim(order, first, rows) // k]
+        h = jnp.einsum("rh,oh->ro", inputs, dense(one.reshape(-1, hidden), x.dtype))
+        h = rounded(backend, jax.nn.silu(h[:, :f]) * h[:, f:], down, axes=axes)
+        return jax.lax.dynamic_update_slice_in_dim(y, jnp.einsum("rf,hf->rh", h, dense(other, x.dtype)), first, 0)
+
+    y = jax.lax.fori_loop(0, last[-1], visit, jax.lax.empty((choices + rows, hidden), x.dtype))
+    return _weighted_sum(y, places, weights)
+
+
 def experts_looped(
     backend: Backend,
     x: Float[Array, "N H"],
@@ -185,7 +303,7 @@ def _with_shared(backend: Backend, y: Array, x: Array, shared: SharedExpert | No
 
 
 def _by_xla(
-    experts: Callable[[Backend, Array, Array, Array, ExpertWeight, ExpertWeight, Sequence[str]], Array],
+    experts: Callable[..., Array],
     backend: Backend,
     x: Array,
     logits: Array,
@@ -212,6 +330,39 @@ def _by_xla(
 
 
 reference = partial(_by_xla, experts_looped)
+
+
+def transposes_experts(backend: Backend) -> bool:
+    """Whether experts' weights are to be placed as `TransposedWeight`."""
+    return backend.platform == "tpu" and not backend.reproducible
+
+
+def _supports_ragged(
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: Weight | TransposedWeight,
+    *args: Any,
+    **options: Any,
+) -> str | None:
+    if isinstance(gate_up, TransposedWeight):
+        return None
+    if reason := _not_by_row(backend):
+        return reason
+    return "the weights are in few bits" if isinstance(gate_up, QuantizedWeight) else None
+
+
+def _supports_blocks(backend: Backend, *args: Any, **options: Any) -> str | None:
+    return _not_by_row(backend)
+
+
+def _not_by_row(backend: Backend) -> str | None:
+    """Why products of rows in the order of their experts are not used; None where they are."""
+    if backend.platform != "tpu":
+        return f"the platform is {backend.platform}, where it is slow"
+    return "no TPU has shown that a token does not depend on others: reproducible" if backend.reproducible else None
 
 
 def _supports_gathered(
@@ -364,6 +515,8 @@ IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton, FP4", _supports_triton_fp4, _triton, is_tried=False),
     Implementation("triton", _supports_triton, _triton),
+    Implementation("ragged", _supports_ragged, partial(_by_xla, experts_ragged)),
+    Implementation("blocks", _supports_blocks, partial(_by_xla, experts_in_blocks)),
     Implementation("gathered", _supports_gathered, partial(_by_xla, experts_gathered)),
     Implementation("grouped", _supports_grouped, partial(_by_xla, experts_grouped)),
     Implementation("reference", supports_everything, reference),
@@ -385,8 +538,8 @@ def mixture(
     logits: Float[Array, "N E"],
     live: Bool[Array, " N"],
     first: Int[Array, ""] | int,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Weight | TransposedWeight,
+    down: Weight | TransposedWeight,
     shared: SharedExpert | None = None,
     residual: Float[Array, "N H"] | None = None,
     *,

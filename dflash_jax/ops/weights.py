@@ -1,4 +1,4 @@
-"""Weights that are not plain arrays: quantized to 8 or 4 bits, or packed into panels for the C++ kernels."""
+"""Weights that are not plain arrays: in 8 or 4 bits, in panels for the C++ kernels, or of experts for a TPU."""
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
@@ -372,8 +372,50 @@ def _panels(matrix: "np.ndarray[Any, Any]") -> Any:
     return np.ascontiguousarray(matrix.reshape(-1, LANES, matrix.shape[1]).transpose(0, 2, 1))
 
 
-# A weight [*out, *in] in any form.
+# A weight [*out, *in] in any form that linear maps take.
 Weight: TypeAlias = Array | QuantizedWeight | PackedWeight
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["matrices"], meta_fields=["is_pair"])
+@dataclass(frozen=True)
+class TransposedWeight:
+    """Weights of experts, [E, F, I] or as pairs [E, 2, F, I], with their inputs before their outputs.
+
+    A TPU multiplies rows with the matrices of several experts in this order only (`jax.lax.ragged_dot`), and copies
+    weights in another order in each call. Each device of a mesh has the parts of both weights of a pair side by side.
+
+    Attributes:
+        matrices: [E, I, F], or of pairs [E, I, 2 F].
+        is_pair: Whether a matrix has two weights.
+    """
+
+    matrices: Float[Array, "E I O"]
+    is_pair: bool
+
+    @classmethod
+    def of(cls, weight: Float[Array, "E *out I"]) -> "TransposedWeight":
+        """Weights [E, F, I] or [E, 2, F, I] of one device."""
+        experts, *_, inputs = weight.shape
+        return cls(weight.reshape(experts, -1, inputs).swapaxes(1, 2), weight.ndim > 3)
+
+    def untransposed(self) -> Float[Array, "E *out I"]:
+        """The weights that `of` was given."""
+        return self.matrices.swapaxes(1, 2).reshape(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights."""
+        experts, inputs, outputs = self.matrices.shape
+        return (experts, 2, outputs // 2, inputs) if self.is_pair else (experts, outputs, inputs)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes they have."""
+        return len(self.shape)
+
+    def __getitem__(self, index: EllipsisType) -> "TransposedWeight":
+        """These weights."""
+        return self
 
 
 def can_pack_experts(gate_up: Weight, down: Weight) -> bool:
@@ -383,7 +425,7 @@ def can_pack_experts(gate_up: Weight, down: Weight) -> bool:
 
 def is_weight(x: object) -> bool:
     """Whether x is one of this module's weights, not an array."""
-    return isinstance(x, QuantizedWeight | PackedWeight)
+    return isinstance(x, QuantizedWeight | PackedWeight | TransposedWeight)
 
 
 def dense(weight: Array | QuantizedWeight, dtype: DTypeLike | None = None) -> Array:

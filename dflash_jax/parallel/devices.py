@@ -16,7 +16,7 @@ from dflash_jax.ops.kernels.triton import ptx
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator.
+    """An accelerator, as JAX counts them: each of a TPU v7's two halves is one.
 
     Attributes:
         kind: How JAX's device_kind begins.
@@ -26,6 +26,10 @@ class Device:
         capability: 10 times the CUDA compute capability; None for TPUs.
         operations: Floating-point operations per second of products of 16-bit numbers with sums in float32, without
             sparsity, as the maker states them; 0 where that is not known.
+        fp8: The same of products of FP8 numbers; 0 where they are not faster.
+        int8: The same of products of 8-bit integers.
+        link: Bytes per second of one link to another TPU, in one direction; 0 for GPUs.
+        clock: Cycles per second of a TPU, in which its compiler estimates times.
     """
 
     kind: str
@@ -33,6 +37,10 @@ class Device:
     bandwidth: float
     capability: int | None = None
     operations: float = 0.0
+    fp8: float = 0.0
+    int8: float = 0.0
+    link: float = 0.0
+    clock: float = 0.0
 
     @property
     def platform(self) -> str:
@@ -40,8 +48,17 @@ class Device:
         return "cpu" if self.kind == "cpu" else "tpu" if self.kind.startswith("TPU") else "gpu"
 
 
+def _tpu(kind: str, gib: float, bandwidth: float, operations: float, **figures: float) -> Device:
+    """A TPU with this memory in GiB."""
+    return Device(kind, int(gib * 2**30), bandwidth, None, operations, **figures)
+
+
 # Operations: NVIDIA's data sheets of DGX B200, H200, H100 (SXM), A100 and L40S; its white papers on the architectures
-# of Ada, RTX Blackwell and RTX PRO Blackwell; and Google Cloud's pages on TPUs.
+# of Ada, RTX Blackwell and RTX PRO Blackwell; and Google Cloud's pages on TPUs (docs.cloud.google.com/tpu/docs/v5e,
+# v5p, v6e, tpu7x). They state a v7 by the chip, of which half is a device. Links, and a v5p's rate of int8: "How to
+# Scale Your Model" (jax-ml.github.io/scaling-book/tpus); a v7's links are taken as a v5p's, whose bandwidth Google
+# states to be the same. Clocks: with them the matrix units (v5e four of 128 x 128, v5p eight, v6e and half a v7 four of
+# 256 x 256) have the stated rate.
 DEVICES = {
     "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12, 100, 2.25e15),
     "h200": Device("NVIDIA H200", 151_397_597_184, 4.8e12, 90, 989e12),
@@ -51,9 +68,10 @@ DEVICES = {
     "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.6 * 2**30), 1.008e12, 89, 165.2e12),
     "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12, 120, 209.5e12),
     "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12, 120, 503.8e12),
-    "v6e": Device("TPU v6 lite", 32 * 2**30, 1.638e12, None, 918e12),
-    "v5e": Device("TPU v5 lite", 16 * 2**30, 0.819e12, None, 197e12),
-    "v5p": Device("TPU v5p", 95 * 2**30, 2.765e12, None, 459e12),
+    "v5e": _tpu("TPU v5 lite", 16, 0.819e12, 197e12, int8=393e12, link=4.5e10, clock=1.5e9),
+    "v5p": _tpu("TPU v5", 95, 2.765e12, 459e12, int8=918e12, link=9e10, clock=1.75e9),
+    "v6e": _tpu("TPU v6 lite", 32, 1.638e12, 918e12, int8=1836e12, link=9e10, clock=1.75e9),
+    "tpu7x": _tpu("TPU7x", 192 / 2, 7.38e12 / 2, 2307e12 / 2, fp8=4614e12 / 2, link=9e10, clock=2.2e9),
 }
 
 
@@ -73,8 +91,9 @@ def device_name(kind: str) -> str | None:
     if bare in DEVICES:
         return bare
     # Those of notebooks have less memory.
-    known = () if "laptop" in bare else DEVICES.items()
-    return next((name for name, device in known if bare.startswith(_bare(device.kind))), None)
+    known = {} if "laptop" in bare else {_bare(device.kind): name for name, device in DEVICES.items()}
+    # The longest: a "TPU v5 lite" is no "TPU v5".
+    return known.get(max(filter(bare.startswith, known), key=len, default=""))
 
 
 def device_of_text(text: str) -> str:
@@ -97,7 +116,7 @@ def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
     """
     name, best = device_name(kind), (0, "")
     for machine, mesh in meshes.items():
-        device, _, size = machine.partition("x")
+        device, _, size = machine.rpartition("x")
         if device == name and int(size) <= count:
             best = max(best, (int(size), mesh))
     return best[1]

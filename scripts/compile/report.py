@@ -10,19 +10,58 @@ b200, or a TPU slice such as v6e:2x4.
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 
 from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.checkpoint.quantize import QUANTIZE
+from dflash_jax.engine.model_size import weigh
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.options.parser import Parser
 from dflash_jax.options.systems import read_system
 from dflash_jax.parallel.devices import DEVICES
-from dflash_jax.planner import abstract_pair, read_shapes
+from dflash_jax.planner import abstract_pair, measure_slot, read_shapes
 from dflash_jax.process import exit_code
 from tools.compile_report import backend_of, measure, prepare, shorten, topology
+from tools.xla_costs import Program, Slice, costliest
+
+
+def pool_sizes(caches, slots: int) -> dict[int, int]:
+    """Positions that a slot has in a device's part of each pool of keys or values, by the part's elements."""
+    parts = [(cache.k.sharding.shard_shape(cache.k.shape), cache.page_size) for cache in caches]
+    return {math.prod(part): part[0] * page // slots for part, page in parts}
+
+
+def floor(programs, layout, device, tokens: int, context: int, slots: int) -> dict:
+    """What a pass cannot do without, by the chip's figures: weights, caches and states read once, and the products.
+
+    Args:
+        programs: The models' executables.
+        layout: The mesh.
+        device: A device.
+        tokens: Tokens of the pass on a device.
+        context: Positions in the caches.
+        slots: Slots, over all devices.
+
+    Returns:
+        ``bytes`` and ``operations`` of a device, and ``seconds``: for each kind of product and for the caches the
+        longer of both, added up. Experts are those that tokens choose by chance.
+    """
+    target, drafter = programs.pair
+    batch, drafts = slots // layout.data, drafter is not None and tokens > slots // layout.data
+    work, slot = weigh(target, layout).work(tokens), measure_slot(target, drafter, layout)
+    if drafts and context:
+        passes, per_pass = drafter.config.passes(tokens // batch)
+        work += passes * weigh(drafter, layout).work(batch * per_pass)
+    # A prefill chunk writes what a step reads.
+    work.append((batch * (2 * slot.state + slot.read(context, drafts)) if context else 0.0, 0.0))
+    return {
+        "bytes": sum(size for size, _ in work),
+        "operations": sum(operations for _, operations in work),
+        "seconds": sum(max(size / device.bandwidth, n / device.operations) for size, n in work),
+    }
 
 
 def report(shapes, layout, devices, args) -> dict:
@@ -32,7 +71,7 @@ def report(shapes, layout, devices, args) -> dict:
 
     from dflash_jax.decoding.state import Settings
     from dflash_jax.engine.config import largest_prefill
-    from dflash_jax.engine.executables import GPU_OPTIONS, Executables
+    from dflash_jax.engine.executables import Executables, compiler_options
     from dflash_jax.engine.memory import pages_of_slots
     from dflash_jax.ops.cache import KVCache
     from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -44,7 +83,7 @@ def report(shapes, layout, devices, args) -> dict:
         shapes = replace(shapes, draft_tokens=args.draft_tokens)
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
     mesh = layout.mesh(devices)
-    options = {} if ":" in args.device else GPU_OPTIONS
+    options = compiler_options(devices[0])
     window = 1
     if drafter is not None:
         window = args.block_size or shapes.draft.block_size
@@ -66,12 +105,23 @@ def report(shapes, layout, devices, args) -> dict:
             "recurrent_state": [c for c in state.target if not is_kv(c)],
             "weights": programs.weights,
         }
+        chunk = args.chunk or largest_prefill(backend.platform, backend.has_triton)
         if name == "prefill":
-            lowered = programs.lower_prefill(state, layout.data, largest_prefill(backend.has_triton))
+            lowered = programs.lower_prefill(state, layout.data, chunk)
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
-        reports[name] = measure(lowered, depth, arrays, options)
+        figures, hlo = measure(lowered, depth, arrays, options)
+        reports[name] = figures
+        if ":" in args.device and "failed" not in figures:
+            context = 0 if name == "prefill" else min(args.context or args.max_len, args.max_len)
+            program = Program(hlo, Slice.of(args.device), context, pool_sizes(caches, args.slots))
+            figures["counted"] = {"context": context} | program.figures()
+            figures["tokens"] = chunk if name == "prefill" else settings.block_size
+            tokens = figures["tokens"] * (1 if name == "prefill" else args.slots // layout.data)
+            figures["floor"] = floor(programs, layout, program.slice.device, tokens, context, args.slots)
+            if args.operations:
+                figures["costliest"] = costliest(program, args.operations)
     memory = DEVICES[args.device.partition(":")[0]].memory
     for figures in reports.values():
         if "failed" in figures:
@@ -91,6 +141,29 @@ def report(shapes, layout, devices, args) -> dict:
     }
 
 
+def describe_counted(c: dict, floor: dict) -> str:
+    """What was counted of a program, for people."""
+    once = c.get("once")
+    loops = ", ".join(f"{n} of {loop}" if n > 1 else loop for loop, n in c["loops"].items())
+    return (
+        f"  predicted {1e3 * c['predicted_s']:.2f} ms with a context of {c['context']:,}: "
+        f"{(c['read'] + c['written']) / 1e9:.3f} GB of HBM, {c['operations'] / 1e9:.1f} GFLOP, {c['collectives']} "
+        f"collectives of {c['sent'] / 1e6:.2f} MB in {1e3 * c['collective_s']:.2f} ms, of which "
+        f"{1e3 * c['hidden_s']:.2f} hidden\n"
+        f"  floor {1e3 * floor['seconds']:.2f} ms: {floor['bytes'] / 1e9:.3f} GB, "
+        f"{floor['operations'] / 1e9:.1f} GFLOP\n"
+        f"  the compiler's estimate of its {c['runs']:,} operations, with the same collectives: "
+        f"{1e3 * c['compiler_s']:.2f} ms\n"
+        + (
+            f"  once a dispatch: {1e3 * once['predicted_s']:.2f} ms, {(once['read'] + once['written']) / 1e9:.3f} GB; "
+            f"the compiler's estimate {1e3 * once['compiler_s']:.2f} ms\n"
+            if once
+            else ""
+        )
+        + f"  loops: {loops}"
+    )
+
+
 def describe(figures: dict) -> str:
     """The report for people."""
     lines = [
@@ -107,12 +180,14 @@ def describe(figures: dict) -> str:
             line += f"{f['kernels_per_layer']:.1f} kernels a layer in {f['calls_per_layer']:.1f} calls, "
             line += f"{f['kernels_in_branches']} in branches, "
             line += f"{f['graphs']} graphs, "
-        if "optimal_seconds" in f:
-            line += f"compiler's estimate {1e3 * f['optimal_seconds']:.2f} ms, "
         line += f"{f['collectives_per_layer']:.1f} collectives a layer, "
         copied = ", ".join(f"{n / 1e6:.1f} MB of {name.replace('_', ' ')}" for name, n in f["copied"].items() if n)
         line += f"copied: {copied or 'no cache, state or weight'}, compiled in {f['compile_s']} s"
         lines.append(line)
+        if "counted" in f:
+            lines.append(describe_counted(f["counted"], f["floor"]))
+        if "costliest" in f:
+            lines += ["", f["costliest"], ""]
     return "\n".join(lines)
 
 
@@ -126,6 +201,9 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--decode-context-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
     p.add_argument("--slots", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
+    p.add_argument("--context", type=int, metavar="N", help="positions in the caches (default: as --max-len)")
+    p.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill (default: the largest chunk)")
+    p.add_argument("--operations", type=int, metavar="N", help="list the N costliest operations of a TPU's program")
     p.add_argument("--quantize", choices=QUANTIZE[1:])
     p.add_argument(
         "--kernels",
@@ -156,12 +234,13 @@ def run(args) -> int:
     largest = 1 if shapes.draft is None else shapes.draft.block_size
     if args.block_size is not None and not 1 <= args.block_size <= largest:
         raise InputError(f"block size {args.block_size}: it must be 1 to {largest}")
+    depth = len(shapes.target.layers)
     if args.layers:
         shapes = shorten(shapes, args.layers)
     devices = topology(args.device, args.devices)
     mesh = args.mesh if args.mesh is not None else system.mesh(DEVICES[name].kind, len(devices))
     layout = replace(Layout.parse(mesh), decode_context_parallel=args.decode_context_parallel_size)
-    figures = report(shapes, layout, devices, args)
+    figures = report(shapes, layout, devices, args) | {"depth": depth}
     print(json.dumps(figures) if args.json else describe(figures))
     return 0
 

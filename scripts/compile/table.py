@@ -8,13 +8,11 @@ of drafts are what tests/tools/test_compile_report.py compares with.
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-FOLDER = Path(__file__).parent
-FIGURES = ROOT / "benchmarks" / "compile.json"
+from tools.compile_report import reported
+
+FIGURES = Path(__file__).parents[2] / "benchmarks" / "compile.json"
 FOUR_LAYERS = [
     "qwen3.6-35b-a3b --device b200 --layers 4",
     "qwen3.6-35b-a3b --device b200 --layers 4 --kernels all",
@@ -70,8 +68,8 @@ kernels a draw. Graphs: CUDA graphs of the whole program; 1 means that nothing b
 recurrent state and weights written anew. Weights: GB of them that a round's operations read (prefill: all), each array
 once for each operation that takes it, of those held; the embedding, of which rows are gathered, is not counted on one
 device, the head of a round is for drafts and once more to verify, and of experts' arrays only the chosen are read.
-Estimate: the TPU compiler's own, of a loop's body once and without the loops over the context. GPUs: with Triton
-kernels, but for `--kernels xla`.
+GPUs: with Triton kernels, but for `--kernels xla`. What a TPU's program moves and takes is in
+[tpu.md](tpu.md), with loops as often as they run.
 
 Whole models were compiled before 27 November 2026. Their kernels a layer have some of the branches' kernels among them,
 22 in all of a plain step and 40 of a round: those after the first loop within a branch.
@@ -80,7 +78,7 @@ COLUMNS = (
     "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|"
     "weights|compiled s"
 )
-HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 13}|\n"
+HEAD = f"\n| {' | '.join(COLUMNS.split('|'))} |\n{'|---' * 12}|\n"
 
 
 OF_DRAFTS = """
@@ -96,16 +94,6 @@ block convolutions, which no card has run.
 """
 
 
-def measure(script: str, command: str) -> dict:
-    """One report, from a process of its own: the compilers keep what they have."""
-    config, *options = command.split()
-    argv = [sys.executable, str(FOLDER / script), "--config", config]
-    done = subprocess.run([*argv, *options, "--json"], capture_output=True, text=True)
-    if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1][:300]}
-    return json.loads(done.stdout)
-
-
 def kernels(figures: dict) -> str:
     """The kernels a layer of a program, and the calls that they are where several are one; "" on a TPU."""
     count, calls = (f"{figures[k]:.1f}" if k in figures else "" for k in ("kernels_per_layer", "calls_per_layer"))
@@ -117,11 +105,11 @@ def table(rows: dict[str, dict]) -> str:
     lines = []
     for command, found in rows.items():
         if "failed" in found:
-            lines.append(f"| `{command}` | | | {found['failed']} | | | | | | | | | |")
+            lines.append(f"| `{command}` | | | {found['failed']} | | | | | | | | |")
             continue
         for name, f in found["programs"].items():
             if "failed" in f:
-                lines.append(f"| `{command}` | | {name} | {f['failed']} | | | | | | | | | |")
+                lines.append(f"| `{command}` | | {name} | {f['failed']} | | | | | | | | |")
                 continue
             cells = [
                 f"`{command}`",
@@ -136,7 +124,6 @@ def table(rows: dict[str, dict]) -> str:
                 f"{sum(f['copied'].values()) / 1e6:.0f}",
                 f"{f['weights']['read'] / 1e9:.2f} of {f['weights']['held'] / 1e9:.2f}" if "weights" in f else "",
                 f"{f['compile_s']:.0f}",
-                f"{1e3 * f['optimal_seconds']:.2f}" if "optimal_seconds" in f else "",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return HEAD + "\n".join(lines) + "\n"
@@ -187,7 +174,7 @@ def main() -> None:
         for command in commands:
             if args.only in (None, name) and (args.again or "programs" not in held.get(command, {})):
                 print(command, flush=True)
-                held[command] = measure(script, command)
+                held[command] = reported(script, command)
             figures[name] = {c: held[c] for c in commands if c in held}
             FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
     FIGURES.with_suffix(".md").write_text(page(figures))

@@ -3,8 +3,8 @@
     python scripts/compile/tower.py --device b200 [--config NAME] [--patches 4096 16384 65536] [--kernels xla]
 
 Prints, for calls of each number of patches, the kernels of one block with those around the blocks, GB of arguments and
-temporaries, the compiler's estimate, and which implementation the attention takes. It needs what report.py needs. One
-call of 65,536 patches is the largest image of the published checkpoints.
+temporaries, and which implementation the attention takes. It needs what report.py needs. One call of 65,536 patches is
+the largest image of the published checkpoints.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dflash_jax.process import exit_code
 from tools import compile_report as report
 
 
-def measure(config, device, kernels: str, patches: int, options: dict) -> dict:
+def measure(config, device, kernels: str, patches: int, options: dict | None) -> dict:
     """Figures of a call of ``patches`` patches on a device of a topology."""
     from dataclasses import replace
 
@@ -44,7 +44,7 @@ def measure(config, device, kernels: str, patches: int, options: dict) -> dict:
     # Triton's compiler asks JAX's mesh for the card.
     with jax.set_mesh(mesh):
         program = lowered(tower, jax.tree.map(placed, call_arguments(tower, patches)))
-    figures = report.measure(program, 1, {"weights": tower}, options)
+    figures, _ = report.measure(program, 1, {"weights": tower}, options)
     return {"patches": patches, **choices, "planned_workspace": workspace(config, patches), **figures}
 
 
@@ -53,9 +53,8 @@ def describe(f: dict) -> str:
     if "failed" in f:
         return f"{f['patches']} patches: {f['failed']}"
     kernels = f"{f['kernels_per_layer']:.0f} kernels, {f['graphs']} graphs, " if "kernels_per_layer" in f else ""
-    estimate = f"compiler's estimate {1e3 * f['optimal_seconds']:.2f} ms, " if "optimal_seconds" in f else ""
     return (
-        f"{f['patches']} patches: attention {f['frame_attention']}, {kernels}{estimate}arguments "
+        f"{f['patches']} patches: attention {f['frame_attention']}, {kernels}arguments "
         f"{f['arguments'] / 1e9:.3f} GB, temporaries {f['temporaries'] / 1e9:.3f} GB (planned with the input "
         f"{f['planned_workspace'] / 1e9:.3f}), weights copied {f['copied']['weights'] / 1e6:.1f} MB, compiled in "
         f"{f['compile_s']} s"
@@ -65,7 +64,7 @@ def describe(f: dict) -> str:
 def run(args) -> int:
     import jax
 
-    from dflash_jax.engine.executables import GPU_OPTIONS
+    from dflash_jax.engine.executables import compiler_options
 
     # Executables for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -73,7 +72,7 @@ def run(args) -> int:
     if (config := shapes.target.vision) is None:
         raise InputError(f"config {args.config}: the model has no vision tower")
     devices = report.topology(args.device, 1)
-    options = {} if ":" in args.device else GPU_OPTIONS
+    options = compiler_options(devices[0])
     for patches in args.patches:
         figures = {"device": args.device} | measure(config, devices[0], args.kernels, patches, options)
         print(json.dumps(figures) if args.json else describe(figures), flush=True)

@@ -128,7 +128,7 @@ def lowered(name: str, args):
 
 def measure(name: str, args) -> dict:
     step, shapes, layout, config = lowered(name, args)
-    found = report.measure(step, len(shapes.target.layers), {}, {})
+    found, _ = report.measure(step, len(shapes.target.layers), {}, None if ":" in args.device else {})
     if "failed" not in found:
         used = found["arguments"] + found["temporaries"] + found["outputs"] - found["donated"]
         found |= {"all": used, "fits": used <= DEVICES[args.device.partition(":")[0]].memory}

@@ -69,8 +69,9 @@ def test_weights_in_few_bits_have_kernels_on_a_card_without_float8(capsys):
 @pytest.mark.usefixtures("short")
 def test_a_tpu_has_no_kernels(capsys):
     found = choices(capsys, "--device", "v6e")
-    assert taken(found["plain step"])["mixture"] == {"gathered"}
-    assert taken(found["prefill"])["mixture"] == {"reference"}
+    assert taken(found["plain step"])["mixture"] == taken(found["prefill"])["mixture"] == {"ragged"}
+    found = choices(capsys, "--device", "v6e", "--quantize", "fp8")
+    assert taken(found["plain step"])["mixture"] == {"blocks"}
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,12 @@ def test_for_people_it_says_at_most(capsys):
         ("RTX PRO 6000", "rtxpro6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
         ("TPU v6 lite", "v6e"),
+        ("TPU v6e", "v6e"),
+        ("TPU v5", "v5p"),
         ("TPU v5p", "v5p"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU7x", "tpu7x"),
+        ("TPU v4", None),
         # Of another memory.
         ("NVIDIA A100-SXM4-40GB", None),
         ("NVIDIA GeForce RTX 5090 Laptop GPU", None),

@@ -328,7 +328,7 @@ def test_reproducible_rows_decode_alone():
         ("gpu", False, False, None, (16, 64, 256, 1024), 2048),
         ("gpu", True, False, 300, (16, 64, 256), 300),
         ("gpu", True, False, 8, (16,), 8),
-        ("tpu", False, False, None, (16, 64, 256, 1024), 256),
+        ("tpu", False, False, None, (16, 64, 256, 1024, 4096), 2048),
     ],
 )
 def test_chunks_suit_the_platform(platform, kernels, alone, most, sizes, together):
@@ -418,7 +418,7 @@ def test_in_the_reproducible_mode_a_hit_has_the_chunks_of_a_cold_prefill(lengths
         # A cut at the first message after 512 tokens.
         ("gpu", True, True, 512, False),
         ("gpu", False, False, 1024, True),
-        ("tpu", False, False, 1024, True),
+        ("tpu", False, False, 4096, True),
         ("cpu", False, False, 256, False),
     ],
 )

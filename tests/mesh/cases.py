@@ -28,21 +28,23 @@ from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.loading import draft_vocabulary
 from dflash_jax.models import layers
-from dflash_jax.models.config import ConvSpec, SelectorSpec
+from dflash_jax.models.config import ConvSpec, MoeSpec, SelectorSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import together
 from dflash_jax.models.kv_scales import SCALES
 from dflash_jax.models.layers import Attention
+from dflash_jax.models.moe import Moe
+from dflash_jax.models.packing import transpose_experts, unpack_weights
 from dflash_jax.ops import attention, cache, cache_write, moe
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import FP8, KVCache
 from dflash_jax.ops.weights import QuantizedWeight, is_weight, quantize
-from dflash_jax.parallel.sharding import AxisSharding, Layout, parameter_paths, spec
+from dflash_jax.parallel.sharding import AxisSharding, Layout, parameter_paths, parameter_specs, spec
 from tests import few_bits
 from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
 from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
-from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
+from tests.helpers import random_decoder, random_drafter, random_head, randomise, tiny_draft_config
 from tests.mtp_context import assert_context, of_one_device, rows_with_context
 from tools.equality import Reference, check_same
 from tools.float64_reference import assert_as_near
@@ -124,6 +126,40 @@ def test_eight_devices_give_the_tokens_of_one(family, sampled):
         if np.array_equal(found.tokens[row, :n], expected.tokens[row, :n]):
             for mine, theirs in zip(values(found), values(expected), strict=True):
                 np.testing.assert_allclose(mine[row, :n], theirs[row, :n], atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [Layout(expert=8), Layout(tensor=8), Layout(data=2, tensor=2, expert=2)], ids=str)
+def test_transposed_experts_are_those_of_the_mesh(layout):
+    """Placed as for a TPU: each device has the parts of both weights of a pair, and plain weights come back."""
+    backend, rng = Backend.xla("tpu"), np.random.default_rng(0)
+    spec = MoeSpec(num_experts=8, experts_per_token=3, intermediate_size=16, shared_intermediate_size=16)
+    x, valid = jnp.asarray(rng.standard_normal((4, 5, 12)), jnp.float32), jnp.asarray(rng.random((4, 5)) < 0.8)
+    alone = randomise(Moe(spec, 12, None, jnp.float32), 1)
+    mixture = jax.tree.unflatten(
+        jax.tree.structure(Moe(spec, 12, None, jnp.float32, layout, backend)), jax.tree.leaves(alone)
+    )
+
+    def placed(module):
+        shardings = (NamedSharding(mesh, spec) for spec in parameter_specs(module))
+        leaves = map(jax.device_put, jax.tree.leaves(module), shardings)
+        return jax.tree.unflatten(jax.tree.structure(module), leaves)
+
+    mesh = layout.mesh()
+    transposed = transpose_experts(placed(mixture))
+    is_divided = [not lies(w.matrices) for w in (transposed.gate_up[...], transposed.down[...])]
+    assert is_divided == [True, True]
+    structure = jax.tree.structure(transposed)
+
+    def run(leaves, x, valid):
+        return jax.tree.unflatten(structure, leaves)(x, valid)
+
+    options = {"in_specs": (parameter_specs(transposed), P("data"), P("data")), "out_specs": P("data")}
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **options))
+    found = sharded(jax.tree.leaves(transposed), x, valid)
+    expected = jax.jit(Moe.__call__)(alone, x, valid)
+    np.testing.assert_allclose(np.asarray(found)[valid], np.asarray(expected)[valid], atol=1e-5)
+    for got, want in zip(jax.tree.leaves(unpack_weights(transposed)), jax.tree.leaves(mixture), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_what_one_device_knows_of_a_row_all_branch_on():

@@ -1,5 +1,6 @@
 """Mixture of experts: all forms against a plain loop in NumPy, and tokens that take no part."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,8 +12,8 @@ from dflash_jax.models.layers import with_backend
 from dflash_jax.models.moe import Moe
 from dflash_jax.ops import moe as module
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.moe import experts_gathered, experts_grouped, experts_looped
-from dflash_jax.ops.weights import quantize
+from dflash_jax.ops.moe import experts_gathered, experts_grouped, experts_in_blocks, experts_looped, experts_ragged
+from dflash_jax.ops.weights import TransposedWeight, quantize
 from tests.helpers import HIDDEN, MOE, randomise
 
 forward = jax.jit(Moe.__call__)
@@ -23,10 +24,11 @@ def route(logits, spec=MOE):
     return module.route(logits, spec.experts_per_token, spec.normalise_top_k)
 
 
-@pytest.fixture(params=["cpu", "tpu", "cuda"])
+@pytest.fixture(params=["cpu", "tpu", "tpu, reproducible", "cuda"])
 def platform(request):
     """The forms that a CPU, a TPU and a GPU take, all run here."""
-    return Backend.xla(request.param)
+    name, _, mode = request.param.partition(", ")
+    return replace(Backend.xla(name), reproducible=bool(mode))
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +92,57 @@ def test_forms_of_the_mixture_give_equal_outputs(moe, rows, skewed, monkeypatch)
     arrays = (x, weights, chosen, moe.gate_up[...], moe.down[...])
     want = gathered(*arrays)
     np.testing.assert_allclose(want, looped(*arrays), atol=1e-5)
-    np.testing.assert_allclose(jax.jit(partial(experts_grouped, XLA))(*arrays), want, atol=1e-5)
-    quantized = [quantize(w, "int8") for w in arrays[3:]]
-    want = gathered(*arrays[:3], *quantized)
-    np.testing.assert_allclose(jax.jit(partial(experts_grouped, XLA))(*arrays[:3], *quantized), want, atol=1e-5)
+    monkeypatch.setattr(module, "BLOCK_ROWS", (rows, rows))
+    transposed = [TransposedWeight.of(w) for w in arrays[3:]]
+    for form in (experts_grouped, experts_in_blocks, experts_ragged):
+        np.testing.assert_allclose(jax.jit(partial(form, XLA))(*arrays), want, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(partial(experts_ragged, XLA))(*arrays[:3], *transposed), want, atol=1e-5)
+    # In passes of 128 rows, and sums of some tokens at a time.
+    monkeypatch.setattr(module, "ELEMENTS_OF_PASS", 0)
+    in_passes, transposed = jax.jit(partial(experts_ragged, XLA)), [TransposedWeight.of(w) for w in arrays[3:]]
+    many = [jnp.tile(a, (4, 1)) for a in arrays[:3]]
+    np.testing.assert_allclose(in_passes(*many, *transposed), np.tile(want, (4, 1)), atol=1e-5)
+    for kind in ("int8", "nvfp4"):
+        quantized = [quantize(w, kind) for w in arrays[3:]]
+        want = gathered(*arrays[:3], *quantized)
+        for form in (experts_grouped, experts_in_blocks):
+            np.testing.assert_allclose(jax.jit(partial(form, XLA))(*arrays[:3], *quantized), want, atol=1e-5)
 
 
-def test_grouped_rows_do_not_depend_on_others(moe):
+@pytest.mark.parametrize("form", [experts_grouped, experts_in_blocks, experts_ragged])
+def test_a_token_does_not_depend_on_others(moe, form):
     """A token's own sum, bit for bit, whatever the others choose."""
     x = sample(48, seed=5)
     weights, chosen = route(x @ moe.router[...].T, MOE)
-    grouped = jax.jit(partial(experts_grouped, XLA))
-    alone = grouped(x, weights.at[1:].set(0.0), chosen, moe.gate_up[...], moe.down[...])
-    together = grouped(x, weights, chosen, moe.gate_up[...], moe.down[...])
+    outputs = jax.jit(partial(form, XLA))
+    alone = outputs(x, weights.at[1:].set(0.0), chosen, moe.gate_up[...], moe.down[...])
+    together = outputs(x, weights, chosen, moe.gate_up[...], moe.down[...])
     np.testing.assert_array_equal(alone[0], together[0])
     assert not np.any(alone[1:])
+    # In another place, among others.
+    order = jnp.asarray(np.random.default_rng(6).permutation(48))
+    moved = outputs(x[order], weights[order], chosen[order], moe.gate_up[...], moe.down[...])
+    np.testing.assert_array_equal(moved, together[order])
+
+
+def test_experts_in_blocks_read_the_chosen_experts_only(moe):
+    x = sample(12, seed=5)
+    weights, chosen = route(x @ moe.router[...].T, MOE)
+    weights = weights.at[3:].set(0.0)
+    unused = np.setdiff1d(np.arange(MOE.num_experts), np.asarray(chosen[:3]))
+    args = (x, weights, chosen, moe.gate_up[...], moe.down[...])
+    want = experts_in_blocks(XLA, *args)
+    broken = (w.at[unused].set(jnp.nan) for w in args[3:])
+    np.testing.assert_array_equal(experts_in_blocks(XLA, *args[:3], *broken), want)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 6, 10), (4, 10, 6)])
+def test_transposed_weights_have_the_shape_and_numbers_of_theirs(shape):
+    weight = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
+    transposed = TransposedWeight.of(weight)
+    assert (transposed.shape, transposed.ndim) == (shape, len(shape))
+    assert transposed.matrices.shape == (4, shape[-1], np.prod(shape[1:-1]))
+    np.testing.assert_array_equal(transposed.untransposed(), weight)
 
 
 def test_route_normalises_only_where_told():
@@ -135,9 +173,13 @@ def test_invalid_tokens_change_no_other(moe, platform, shape, junk):
     )
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu, reproducible", "cuda"], indirect=True)
 @pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["gathered", "looped"])
 def test_invalid_tokens_go_to_no_expert_of_their_own(moe, platform, shape):
-    """Experts that no valid token chooses are filled with NaN: an invalid one that read them would show it."""
+    """Experts that no valid token chooses are filled with NaN: an invalid one that read them would show it.
+
+    Not on a TPU's `jax.lax.ragged_dot`, which a CPU computes with all experts and a mask.
+    """
     valid = np.zeros(shape, bool)
     valid[1, 2] = True
     x, moe = sample(*shape, seed=4), with_backend(moe, platform)

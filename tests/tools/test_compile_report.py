@@ -23,7 +23,6 @@ SPENT = (
     "collectives_per_layer",
     "temporaries",
     "written",
-    "optimal_seconds",
 )
 # The models whole take minutes a row and much memory: DFLASH_COMPILE_FULL=1.
 FULL = bool(os.environ.get("DFLASH_COMPILE_FULL"))

@@ -392,4 +392,5 @@ def timed(call, state, rewound) -> tuple:
 
 def prefilled(point: Point, backend: Backend) -> int:
     """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
-    return max(size for size in (*PREFILL_SIZES, largest_prefill(backend.has_triton)) if size < point.context)
+    largest = largest_prefill(backend.platform, backend.has_triton)
+    return max(size for size in (*PREFILL_SIZES, largest) if size < point.context)

@@ -1,0 +1,194 @@
+"""Writes benchmarks/tpu.json and tpu.md: predicted times and tokens a second of systems on slices of TPUs.
+
+    python scripts/compile/tpu.py [--only TEXT] [--again] [--page]
+
+Compiles the first four and the first eight layers of a system by `report.py` and takes each further layer to be like
+the fifth to the eighth. Rows already in the file are kept unless --again is given, so an interrupted run goes on. It
+needs libtpu; --page writes the page of what is in the file.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from tools.compile_report import reported
+
+FIGURES = Path(__file__).parents[2] / "benchmarks" / "tpu.json"
+CONTEXT = 4096
+SHORT, LONG = 4, 8
+# (system, slice), by importance. Programs are compiled for all of a group before the next kind is.
+GROUPS = [
+    [
+        ("qwen3.6-35b-a3b", "v6e:2x4"),
+        ("qwen3.6-35b-a3b", "tpu7x:2x2x1"),
+        ("qwen3.8-27b", "tpu7x:2x2x1"),
+        ("qwen3.8-27b", "v6e:2x4"),
+    ],
+    [("qwen3.5-397b-a17b-fp8", "tpu7x:2x2x1"), ("qwen3.5-397b-a17b", "tpu7x:2x2x2")],
+    [(system, device) for device in ("v5p:2x2x1", "v5e:2x4") for system in ("qwen3.6-35b-a3b", "qwen3.8-27b")],
+    [("qwen3.5-397b-a17b-fp8", "v6e:4x8"), ("qwen3.5-397b-a17b", "v5p:2x2x4")],
+]
+KINDS = [
+    "--slots 1 --programs plain round",
+    "--slots 1 --programs prefill --chunk 1024",
+    "--slots 1 --programs prefill --chunk 4096",
+    "--slots 32 --programs plain round",
+    "--slots 1 --programs round --block-size 8",
+    "--slots 8 --programs plain round",
+]
+# Mean acceptance lengths that the drafters' authors publish, by system and block size, and where.
+ACCEPTANCE = {
+    ("qwen3.6-35b-a3b", 16): 6.02,
+    ("qwen3.6-35b-a3b", 8): 4.80,
+    ("qwen3.8-27b", 8): 4.80,
+    ("qwen3.5-397b-a17b", 16): 6.02,
+}
+MEGAKERNELS, THEIR_ACCEPTANCE = 1515, 6.0
+
+
+def commands() -> list[str]:
+    """What is compiled, in its order; a DFlash2 drafter's block is eight already."""
+    return [
+        f"{system} --device {device} --context {CONTEXT} {kind} --layers {layers}"
+        for group in GROUPS
+        for kind in KINDS
+        for system, device in group
+        if not ("--block-size" in kind and system != "qwen3.6-35b-a3b")
+        for layers in (SHORT, LONG)
+    ]
+
+
+def whole(short, long, layers: int):
+    """A figure, or a tree of figures, of ``layers`` layers, from those of four and of eight."""
+    if isinstance(short, dict):
+        return {k: whole(v, long[k], layers) for k, v in short.items() if k in long and not isinstance(v, str)}
+    if isinstance(short, int | float) and not isinstance(short, bool):
+        return short + (long - short) / (LONG - SHORT) * (layers - SHORT)
+    return short
+
+
+def programs(rows: dict[str, dict]) -> list[dict]:
+    """The programs of whole systems, by the order of their rows."""
+    found = []
+    for command in commands():
+        short, long = (rows.get(command.replace(f"--layers {SHORT}", f"--layers {n}"), {}) for n in (SHORT, LONG))
+        if not command.endswith(f"--layers {SHORT}") or "programs" not in short or "programs" not in long:
+            continue
+        for name, figures in short["programs"].items():
+            if "failed" in figures or "failed" in long["programs"][name]:
+                continue
+            kept = [{k: f[name][k] for k in ("counted", "floor")} for f in (short["programs"], long["programs"])]
+            found.append(
+                {
+                    "system": short["config"],
+                    "slice": short["device"],
+                    "slots": short["slots"],
+                    "layers": short["depth"],
+                    "name": name,
+                    "tokens": figures["tokens"],
+                    **whole(*kept, short["depth"]),
+                }
+            )
+    return found
+
+
+def label(program: dict) -> str:
+    """A program's name with its tokens."""
+    return {"plain": "plain", "round": f"round of {program['tokens']}"}.get(
+        program["name"], f"prefill of {program['tokens']:,}"
+    )
+
+
+def times_table(found: list[dict]) -> str:
+    """Markdown: a line a program."""
+    titles = "system|slice|slots|program|floor ms|predicted ms|compiler's ms|once a dispatch ms|HBM GB, of the floor's"
+    titles += "|GFLOP, of the floor's|operations|collectives a layer|their ms|hidden ms"
+    lines = [f"| {' | '.join(titles.split('|'))} |", "|---" * len(titles.split("|")) + "|"]
+    for p in found:
+        c, floor = p["counted"], p["floor"]
+        once = c.get("once", {"predicted_s": 0.0})
+        cells = [
+            p["system"],
+            p["slice"],
+            str(p["slots"]),
+            label(p),
+            f"{1e3 * floor['seconds']:.2f}",
+            f"**{1e3 * c['predicted_s']:.2f}**",
+            f"{1e3 * c['compiler_s']:.2f}",
+            f"{1e3 * once['predicted_s']:.2f}",
+            f"{(c['read'] + c['written']) / 1e9:.2f} of {floor['bytes'] / 1e9:.2f}",
+            f"{c['operations'] / 1e9:,.0f} of {floor['operations'] / 1e9:,.0f}",
+            f"{c['runs']:,.0f}",
+            f"{c['collectives'] / p['layers']:.1f}",
+            f"{1e3 * c['collective_s']:.2f}",
+            f"{1e3 * c['hidden_s']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def speeds_table(found: list[dict]) -> str:
+    """Markdown: tokens a second of plain decoding and of DFlash, a line a system, slice and number of slots."""
+    titles = "system|slice|slots|block|acceptance|plain: floor|predicted|compiler's|DFlash: floor|predicted|compiler's"
+    lines = [f"| {' | '.join(titles.split('|'))} |", "|---" * len(titles.split("|")) + "|"]
+
+    def speeds(p: dict | None, tokens: float) -> list[str]:
+        if p is None:
+            return ["", "", ""]
+        seconds = p["floor"]["seconds"], p["counted"]["predicted_s"], p["counted"]["compiler_s"]
+        return [f"{p['slots'] * tokens / s:,.0f}" for s in seconds]
+
+    plain = {(p["system"], p["slice"], p["slots"]): p for p in found if p["name"] == "plain"}
+    for p in found:
+        if p["name"] != "round":
+            continue
+        acceptance = ACCEPTANCE.get((p["system"].removesuffix("-fp8"), p["tokens"]))
+        if acceptance is None:
+            continue
+        cells = [p["system"], p["slice"], str(p["slots"]), str(p["tokens"]), f"{acceptance:.2f}"]
+        cells += speeds(plain.get((p["system"], p["slice"], p["slots"])), 1.0) + speeds(p, acceptance)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def missing(rows: dict[str, dict]) -> list[str]:
+    """Commands without figures, with the reason where there is one."""
+    return [
+        f"- `{command}`" + (f": {said}" if (said := failure(rows.get(command, {}))) else "")
+        for command in commands()
+        if failure(rows.get(command, {"failed": ""})) is not None
+    ]
+
+
+def failure(row: dict) -> str | None:
+    """Why a row has no figures; None where it has."""
+    if "failed" in row:
+        return row["failed"]
+    said = [f["failed"] for f in row.get("programs", {}).values() if "failed" in f]
+    return said[0] if said else None
+
+
+def page(rows: dict[str, dict]) -> str:
+    """The page of the figures."""
+    found = programs(rows)
+    return times_table(found) + "\n" + speeds_table(found) + "\n" + "\n".join(missing(rows)) + "\n"
+
+
+def main() -> None:
+    """Compiles what is missing and writes the figures and the page."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", default="", metavar="TEXT", help="rows that have it in their command")
+    p.add_argument("--again", action="store_true", help="compile what is in the file anew")
+    p.add_argument("--page", action="store_true", help="compile nothing")
+    args = p.parse_args()
+    rows = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for command in () if args.page else commands():
+        if args.only in command and (args.again or "programs" not in rows.get(command, {})):
+            print(command, flush=True)
+            rows[command] = reported("report.py", command)
+            FIGURES.write_text(json.dumps({c: rows[c] for c in commands() if c in rows}, indent=1) + "\n")
+    FIGURES.with_suffix(".md").write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,766 @@
+"""What a program for a TPU moves, multiplies and sends, counted from XLA's text of it: arithmetic, not a measurement.
+
+The optimised program's text names for each array its tiles, with their padding, and its memory: only memory 0 is HBM.
+
+- A loop counts as often as it runs. Its trips follow from its condition; where they depend on data, a loop of
+  `dflash_jax/ops/attention.py` runs over the context that is asked for, and any other one counts once. Where the
+  program's outermost loop is of these, it is that of the rounds, and what is outside of it runs once a dispatch.
+- Of a conditional in `dflash_jax/decoding/sampling.py` the branch of greedy requests without filters, penalties and
+  log-probabilities counts (the first), of any other the branch that takes longest.
+- An operation reads its operands in HBM and writes its results there; of an operand that it only slices or gathers, the
+  slices; of an array that it updates in place, the update. Copies between memories count where they start.
+- Operations are the products' (dots and convolutions), also inside of fusions.
+- A Pallas kernel moves the blocks of its grid (`tools/mosaic.py`).
+- A collective takes its hops and its bytes on the links of the slice. What runs between its start and its end hides it.
+"""
+
+import base64
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from math import ceil, inf, prod
+from typing import Any
+
+from dflash_jax.parallel.devices import DEVICES, Device
+from tools.mosaic import kernel
+
+BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "token": 0}
+BITS |= {f"{letter}{bits}": bits for letter in "su" for bits in (2, 8, 16, 32)} | {"f32": 32, "f16": 16, "bf16": 16}
+# Operations that move nothing, and the ends of those that count where they start.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+FREE |= {"opt-barrier", "add-dependency", "domain"}
+# Custom calls that only name an array anew.
+FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape")
+SAME = ("bitcast", "copy", "reshape", "convert", "transpose")
+SLICES = ("dynamic-slice", "slice", "gather")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+SAMPLING, ATTENTION = "decoding/sampling.py", "ops/attention.py"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array as XLA writes it, such as bf16[16,2048]{1,0:T(8,128)(2,1)S(1)}."""
+
+    kind: str
+    dims: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()
+    memory: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return prod(self.dims)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes with the padding of the tiles."""
+        minor_first = [self.dims[i] for i in self.order] or list(reversed(self.dims))
+        for i, step in enumerate(reversed(self.tile)):
+            if i < len(minor_first):
+                minor_first[i] = -(-minor_first[i] // step) * step
+            else:
+                minor_first.append(step)
+        return prod(minor_first) * BITS.get(self.kind, 8 if self.kind.startswith("f8") else 32) // 8
+
+    @property
+    def in_hbm(self) -> int:
+        """Bytes in HBM."""
+        return self.bytes if self.memory == 0 else 0
+
+
+def shapes_of(text: str) -> list[Shape]:
+    """The arrays of a type in XLA's notation, those of a tuple in their order."""
+    shapes = []
+    for kind, dims, layout in re.findall(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?", text):
+        order, _, rest = layout.partition(":")
+        tile = re.match(r"T\(([\d,]+)\)", rest)
+        memory = re.search(r"S\((\d+)\)", rest)
+        numbers = (re.sub(r"[<= ]", "", dims), order, tile[1] if tile else "")
+        parts = [tuple(int(n) for n in x.split(",") if n) for x in numbers]
+        shapes.append(Shape(kind, *parts, memory=int(memory[1]) if memory else 0))
+    return shapes
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a computation."""
+
+    name: str
+    shapes: list[Shape]
+    opcode: str
+    operands: list[str]
+    attributes: str
+    is_root: bool = False
+
+    def attribute(self, pattern: str) -> str:
+        """The first group of a pattern in the attributes, or ""."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
+
+    @property
+    def called(self) -> str:
+        """The computation that this runs once."""
+        return self.attribute(r"(?:calls|to_apply)=%?([\w.-]+)")
+
+    @property
+    def branches(self) -> list[str]:
+        """A conditional's computations; the first is that of false and of 0."""
+        if names := self.attribute(r"branch_computations=\{([^}]*)\}"):
+            return [name.strip().lstrip("%") for name in names.split(",")]
+        return [self.attribute(rf"{side}_computation=%?([\w.-]+)") for side in ("false", "true")]
+
+
+def _closing(text: str, start: int) -> int:
+    """The place after the parenthesis that closes the one at ``start``."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def _instruction(line: str) -> Instruction | None:
+    match = re.match(r"\s+(ROOT )?%?([\w.-]+) = ", line)
+    if not match:
+        return None
+    start = match.end()
+    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    opcode = re.match(r" ([a-z][\w-]*)\(", line[end:])
+    if not opcode:
+        return None
+    opened = end + opcode.end() - 1
+    closed = _closing(line, opened)
+    inside, attributes = line[opened:closed], line[closed:]
+    operands = [] if opcode[1] in ("constant", "parameter") else re.findall(r"%([\w.-]+)", inside)
+    if opcode[1] in ("constant", "parameter"):
+        attributes = inside + attributes
+    return Instruction(match[2], shapes_of(line[start:end]), opcode[1], operands, attributes, bool(match[1]))
+
+
+@dataclass
+class Computation:
+    """A computation's instructions by name, in the order in which they run."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+
+    @cached_property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(x for x in reversed(self.instructions.values()) if x.is_root)
+
+    @cached_property
+    def parameters(self) -> list[Instruction]:
+        """Its parameters in their order."""
+        found = [x for x in self.instructions.values() if x.opcode == "parameter"]
+        return sorted(found, key=lambda x: int(x.attribute(r"^\((\d+)\)")))
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that take what each one returns."""
+        users = defaultdict(list)
+        for x in self.instructions.values():
+            for operand in dict.fromkeys(x.operands):
+                users[operand].append(x)
+        return users
+
+
+# "Each hop over an ICI link has some intrinsic overhead regardless of the data volume. This is typically around 1us":
+# "How to Scale Your Model" (jax-ml.github.io/scaling-book/sharding). An assumption for every chip.
+HOP = 1e-6
+
+
+@dataclass(frozen=True)
+class Slice:
+    """TPUs and what is between them.
+
+    Attributes:
+        device: One of them.
+        shape: Their number along each axis. The two halves of a v7 are an axis of their own, with a link as all others.
+    """
+
+    device: Device
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str) -> "Slice":
+        """A slice by its name, such as v6e:2x4."""
+        chip, _, shape = name.partition(":")
+        halves = (2,) if chip == "tpu7x" else ()
+        return cls(DEVICES[chip], (*(int(n) for n in shape.split("x")), *halves))
+
+    def rate(self, kind: str) -> float:
+        """Operations a second of products of this kind of factors."""
+        fast = {"s8": self.device.int8, "u8": self.device.int8}.get(kind, self.device.fp8 if kind[:2] == "f8" else 0.0)
+        return fast or self.device.operations
+
+    def box(self, count: int) -> list[int]:
+        """The part of the slice with ``count`` devices and the fewest hops: where a mesh's axis is taken to be."""
+        boxes: list[tuple[int, ...]] = [()]
+        for n in self.shape:
+            boxes = [(*box, d) for box in boxes for d in range(1, n + 1) if n % d == 0]
+        best = min((box for box in boxes if prod(box) == count), key=sum, default=(count,))
+        return [d for d in best if d > 1]
+
+    def collective(self, opcode: str, devices: int, size: int) -> float:
+        """Seconds of a collective of ``size`` bytes: of the reduced array, or of all that is gathered.
+
+        It goes along one axis after another. An axis is a line whose ends are not joined, as in slices smaller than a
+        pod's axis: d - 1 hops. An all-reduce goes along each axis twice. Of each device two links send at a time (of a
+        pair of devices, one).
+        """
+        if devices == 1:
+            return 0.0
+        box = self.box(devices)
+        phases = 2 if opcode == "all-reduce" else 1
+        hops, moved = phases * sum(d - 1 for d in box), phases * size * (devices - 1) / devices
+        if opcode == "collective-permute":
+            hops, moved = 1, size
+        return hops * HOP + moved / (self.device.link * (1 if box == [2] else 2))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one operation takes each time that it runs.
+
+    Attributes:
+        name: XLA's name.
+        opcode: What it is.
+        source: The innermost lines of Python that it comes from.
+        result: Its results in XLA's notation.
+        times: How often it runs.
+        read, written: Bytes of HBM.
+        operations: Those of its products.
+        seconds: The longer of both, by the chip's figures.
+        cycles: The compiler's own estimate; None where it has none.
+        sent: Bytes of a collective.
+        collective: Seconds of a collective.
+        hidden: Those of it that other operations hide.
+        is_once: Whether it runs once a dispatch, not in each round.
+    """
+
+    name: str
+    opcode: str
+    source: str
+    result: str
+    times: int = 1
+    read: int = 0
+    written: int = 0
+    operations: float = 0.0
+    seconds: float = 0.0
+    cycles: int | None = None
+    sent: int = 0
+    collective: float = 0.0
+    hidden: float = 0.0
+    is_once: bool = False
+
+    @property
+    def total(self) -> float:
+        """Seconds of all its runs that nothing hides."""
+        return self.times * (self.seconds + self.collective - self.hidden)
+
+
+class Program:
+    """An optimised program, read from its text.
+
+    Args:
+        hlo: XLA's text.
+        slice_: Where it runs.
+        context: Positions in the caches.
+        pools: Positions that a slot has in a pool of keys or values, by the number of the pool's elements.
+    """
+
+    def __init__(self, hlo: str, slice_: Slice, context: int = 0, pools: dict[int, int] | None = None) -> None:
+        self.slice, self.context, self.pools = slice_, context, pools or {}
+        self.computations: dict[str, Computation] = {}
+        self.callers: dict[str, tuple[Computation, Instruction]] = {}
+        self.loops: dict[str, int] = {}
+        self.entry = ""
+        computation = None
+        for line in _lines(hlo):
+            if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+                computation = self.computations[opened[2]] = Computation(opened[2])
+                self.entry = opened[2] if opened[1] else self.entry
+            elif computation is not None and (instruction := _instruction(line)):
+                computation.instructions[instruction.name] = instruction
+                if instruction.opcode == "while":
+                    body = instruction.attribute(r"body=%?([\w.-]+)")
+                    self.callers[body] = computation, instruction
+        self.frames = _frames(hlo)
+
+    def files(self, x: Instruction) -> list[str]:
+        """Lines of Python that an instruction comes from, as file:line, innermost first."""
+        frame = x.attribute(r"stack_frame_id=(\d+)")
+        return self.frames.get(int(frame), []) if frame else []
+
+    @cached_property
+    def costs(self) -> list[Cost]:
+        """The operations that run."""
+        entry = self.computations[self.entry]
+        loops = [x for x in entry.instructions.values() if x.opcode == "while"]
+        self._rounds = next(
+            (x for x in loops if not self._is_over_context(x) and self._known_trips(entry, x) is None), None
+        )
+        self._is_once = self._rounds is not None
+        return list(self._costs(entry, 1))
+
+    def figures(self) -> dict[str, Any]:
+        """Sums over all operations; those that run once a dispatch apart, where there are rounds.
+
+        ``compiler_s`` is the compiler's own estimate where it has one of an operation, and our arithmetic for others.
+        """
+        loops = {"loops": self.loops} if self.costs else {}
+        once = [c for c in self.costs if c.is_once]
+        figures = self._sums([c for c in self.costs if not c.is_once]) | loops
+        return figures | ({"once": self._sums(once)} if once else {})
+
+    def _sums(self, costs: list[Cost]) -> dict[str, Any]:
+        def total(value: Callable[[Cost], float]) -> float:
+            return sum(c.times * value(c) for c in costs)
+
+        clock = self.slice.device.clock
+        return {
+            "predicted_s": sum(c.total for c in costs),
+            "compiler_s": total(lambda c: c.seconds if c.cycles is None else c.cycles / clock)
+            + total(lambda c: c.collective - c.hidden),
+            "read": int(total(lambda c: c.read)),
+            "written": int(total(lambda c: c.written)),
+            "operations": total(lambda c: c.operations),
+            "runs": int(total(lambda c: c.read + c.written + c.sent > 0 or c.cycles is not None)),
+            "collectives": int(total(lambda c: c.sent > 0)),
+            "sent": int(total(lambda c: c.sent)),
+            "collective_s": total(lambda c: c.collective),
+            "hidden_s": total(lambda c: c.hidden),
+        }
+
+    # Computations
+
+    def _costs(self, computation: Computation, times: int) -> Iterator[Cost]:
+        """The costs of a computation that runs ``times`` times; a collective's after what hides it."""
+        pending: dict[str, list[Any]] = {}
+        for x in computation.instructions.values():
+            if x.opcode.endswith("-done") and x.operands and (started := pending.pop(x.operands[0], None)):
+                cost, between = started
+                yield replace(cost, hidden=min(cost.collective, between))
+            for cost in self._cost(computation, x, times):
+                if cost.collective and x.opcode.endswith("-start"):
+                    pending[x.name] = [cost, 0.0]
+                    continue
+                for started in pending.values():
+                    started[1] += cost.total / times
+                yield cost
+        yield from (cost for cost, _ in pending.values())
+
+    def _cost(self, computation: Computation, x: Instruction, times: int) -> Iterator[Cost]:
+        if x.opcode == "while":
+            trips = self._trips(computation, x, times)
+            self._is_once = self._is_once and x is not self._rounds
+            for part in ("body", "condition"):
+                yield from self._costs(self.computations[x.attribute(rf"{part}=%?([\w.-]+)")], times * trips)
+            self._is_once = self._is_once or x is self._rounds
+        elif x.opcode == "conditional":
+            branches = [list(self._costs(self.computations[name], times)) for name in x.branches]
+            is_sampling = any(SAMPLING in file for file in self.files(x)[:1])
+            yield from branches[0] if is_sampling else max(branches, key=lambda costs: sum(c.total for c in costs))
+        elif x.opcode in ("call", "async-start", "call-start"):
+            yield from self._costs(self.computations[x.called], times)
+        elif x.opcode not in FREE and not x.opcode.endswith(("-done", "-update")) and not self._is_free(x):
+            yield self._operation(computation, x, times)
+
+    def _operation(self, computation: Computation, x: Instruction, times: int) -> Cost:
+        read, written, products = self._bytes(computation, x)
+        operations = sum(n for _, n in products)
+        seconds = max(
+            (read + written) / self.slice.device.bandwidth, sum(n / self.slice.rate(kind) for kind, n in products)
+        )
+        cycles = x.attribute(r'"estimated_cycles":"(\d+)"')
+        cost = Cost(
+            x.name,
+            x.opcode,
+            " < ".join(file.rpartition("/")[2] for file in self.files(x)[:2]),
+            ", ".join(f"{s.kind}{list(s.dims)}".replace(" ", "") for s in x.shapes[:2]),
+            times,
+            read,
+            written,
+            operations,
+            seconds,
+            # The largest of 64 bits stands for none.
+            int(cycles) if cycles and int(cycles) < 2**62 else None,
+            is_once=self._is_once,
+        )
+        if collective := self._collective(computation, x):
+            opcode, devices, size = collective
+            cost = replace(cost, sent=size, collective=self.slice.collective(opcode, devices, size))
+        return cost
+
+    def _collective(self, computation: Computation, x: Instruction) -> tuple[str, int, int] | None:
+        """A collective's kind, number of devices and bytes, also of one inside of a fusion."""
+        opcode = x.opcode.removesuffix("-start")
+        if opcode in COLLECTIVES:
+            arrays = [s for name in x.operands for s in computation.instructions[name].shapes]
+            size = sum(s.bytes for s in arrays)
+            devices = devices_of(x.attributes)
+            return opcode, devices, size * (devices if opcode == "all-gather" else 1)
+        if x.opcode == "fusion":
+            inside = self.computations[x.called]
+            return next(
+                (found for y in inside.instructions.values() if (found := self._collective(inside, y))),
+                None,
+            )
+        return None
+
+    # Bytes and operations
+
+    def _bytes(self, computation: Computation, x: Instruction) -> tuple[int, int, list[tuple[str, float]]]:
+        """Bytes of HBM that an operation reads and writes, and its products as (kind of factors, operations)."""
+        operands = [(i, computation.instructions[name].shapes) for i, name in enumerate(x.operands)]
+        if x.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
+            source = operands[0][1][0]
+            result = (
+                x.shapes[0]
+                if x.opcode == "copy-start"
+                else next(s for s in x.shapes[len(x.operands) :] if s.kind == source.kind)
+            )
+            return result.bytes if source.memory == 0 else 0, result.in_hbm, []
+        if body := x.attribute(r'"body":"([A-Za-z0-9+/=]+)"'):
+            return self._kernel(body, [s for _, shapes in operands for s in shapes], x.shapes)
+        read = sum(self._read(x, i, shapes) for i, shapes in operands)
+        return read, sum(self._written(computation, x)), self._products(computation, x)
+
+    def _kernel(self, body: str, inputs: list[Shape], results: list[Shape]) -> tuple[int, int, list[tuple[str, float]]]:
+        """`_bytes` of a Pallas kernel."""
+        shapes = (tuple(s.dims for s in arrays) for arrays in (inputs, results))
+        taken, given, products = kernel(base64.b64decode(body), *shapes, self.context)
+        read, written = (
+            sum(part * s.in_hbm for part, s in zip(parts, arrays, strict=True))
+            for parts, arrays in ((taken, inputs), (given, results))
+        )
+        return int(read), int(written), [(kind.lower(), n) for kind, n in products.items()]
+
+    def _read(self, x: Instruction, index: int, shapes: list[Shape]) -> int:
+        """Bytes of HBM that an operation reads of an operand."""
+        whole = sum(s.in_hbm for s in shapes)
+        return min(whole, self._taken(x, index, shapes)) if whole else 0
+
+    def _taken(self, x: Instruction, index: int, shapes: list[Shape]) -> int:
+        """Bytes that an operation takes of an operand, in whatever memory that is."""
+        whole = sum(s.bytes for s in shapes)
+        if x.opcode == "fusion":
+            fused = self.computations[x.called]
+            return min(whole, self._read_inside(fused, fused.parameters[index].name, whole))
+        if x.opcode in SLICES and index == 0:
+            return min(whole, x.shapes[0].bytes)
+        return 0 if x.opcode in ("dynamic-update-slice", "scatter") and index == 0 else whole
+
+    def _read_inside(self, fused: Computation, name: str, whole: int) -> int:
+        """Bytes that a fusion reads of an array."""
+        total = 0
+        for user in fused.users[name]:
+            index = user.operands.index(name)
+            if user.opcode in SLICES and index == 0:
+                total += user.shapes[0].bytes
+            elif user.opcode == "bitcast" or (user.opcode == "custom-call" and self._is_free(user)):
+                total += self._read_inside(fused, user.name, whole)
+            elif user.opcode == "fusion":
+                inner = self.computations[user.called]
+                total += self._read_inside(inner, inner.parameters[index].name, whole)
+                # What an inner fusion returns as it is, such as a bitcast, is read by that fusion's users.
+                if _is_same(inner, index):
+                    total += self._read_inside(fused, user.name, whole)
+            elif user.opcode in ("dynamic-update-slice", "scatter") and index == 0:
+                pass
+            elif user.opcode != "tuple":
+                return whole
+        return total
+
+    def _is_free(self, x: Instruction) -> bool:
+        return any(f'"{call}"' in x.attributes for call in FREE_CALLS)
+
+    def _written(self, computation: Computation, x: Instruction) -> list[int]:
+        """Bytes that an operation writes, of each of its results."""
+        results = [s.in_hbm for s in x.shapes]
+        if x.opcode == "fusion":
+            fused = self.computations[x.called]
+            roots = [fused.root]
+            if fused.root.opcode == "tuple":
+                roots = [fused.instructions[name] for name in fused.root.operands]
+            if len(roots) == len(results):
+                return [
+                    min(n, self._updated(fused, root, n)) if n else 0 for n, root in zip(results, roots, strict=True)
+                ]
+        return [min(n, _update(computation, x, n)) for n in results]
+
+    def _updated(self, fused: Computation, root: Instruction, whole: int) -> int:
+        """Bytes of a fusion's result that it writes: an update in place is that of the update."""
+        while root.opcode == "bitcast":
+            root = fused.instructions[root.operands[0]]
+        if root.opcode == "fusion":
+            inner = self.computations[root.called]
+            return self._updated(inner, inner.root, whole)
+        return _update(fused, root, whole)
+
+    def _products(self, computation: Computation, x: Instruction) -> list[tuple[str, float]]:
+        if x.opcode == "fusion":
+            fused = self.computations[x.called]
+            return [p for y in fused.instructions.values() for p in self._products(fused, y)]
+        if x.opcode in ("dot", "convolution"):
+            left, right = (computation.instructions[name].shapes[0] for name in x.operands[:2])
+            kind = left.kind if left.kind == right.kind else ""
+            # The matrix units take bfloat16: float32 at full precision is six products, at a high one three.
+            passes = (
+                6 if "=highest" in x.attributes or "{highest" in x.attributes else 3 if "{high," in x.attributes else 1
+            )
+            count = _dot(x, left) if x.opcode == "dot" else _convolution(x, left, right)
+            return [(kind, passes * count)]
+        return []
+
+    # Loops
+
+    def _trips(self, computation: Computation, x: Instruction, times: int) -> int:
+        if (known := self._known_trips(computation, x)) is not None:
+            how = "by its condition"
+        elif self._is_over_context(x):
+            piece, all_of_it = self._piece(self.computations[x.attribute(r"body=%?([\w.-]+)")])
+            known, how = ceil(min(self.context, all_of_it) / piece), f"over a context of {self.context:,}"
+            if piece == inf:
+                known, how = 1, "takes nothing of a known pool: counted once"
+        else:
+            known, how = 1, "depends on data: counted once"
+        place = next(iter(self.files(x)), x.name).rpartition("/")[2]
+        self.loops[f"{place} ×{known} {how}"] = self.loops.get(f"{place} ×{known} {how}", 0) + times
+        return known
+
+    def _is_over_context(self, x: Instruction) -> bool:
+        return any(ATTENTION in file for file in self.files(x)[:2])
+
+    def _piece(self, body: Computation) -> tuple[float, int]:
+        """The positions of a slot that a loop's body takes from a pool at a time, and those that the pool has.
+
+        The first is infinite where it takes from none.
+        """
+        for x in body.instructions.values():
+            for i, name in enumerate(x.operands):
+                array = body.instructions[name].shapes
+                if x.opcode in ("fusion", *SLICES) and len(array) == 1 and array[0].size in self.pools:
+                    positions = self.pools[array[0].size]
+                    return positions * self._taken(x, i, array) / array[0].bytes, positions
+        return inf, 0
+
+    def _known_trips(self, computation: Computation, x: Instruction) -> int | None:
+        if known := x.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+            return int(known)
+        condition = self.computations[x.attribute(r"condition=%?([\w.-]+)")]
+        compare = condition.root
+        inside, arguments = condition, compare.operands
+        if compare.opcode == "fusion":
+            inside = self.computations[compare.called]
+            compare = inside.root
+        if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
+            return None
+        names = compare.operands
+        if inside is not condition:
+            indices = [int(inside.instructions[name].attribute(r"^\((\d+)\)") or -1) for name in names]
+            constants = [self._constant(inside, name) for name in names]
+            names = [arguments[i] if c is None else name for i, c, name in zip(indices, constants, names, strict=True)]
+        else:
+            constants = [None, None]
+        ends = [
+            self._start(condition, name, computation, x) if c is None else c
+            for name, c in zip(names, constants, strict=True)
+        ]
+        if None in ends:
+            return None
+        index = self._element(condition, names[0])
+        step = 1 if index is None else self._step(x, index)
+        return max(0, -(-(ends[1] - ends[0]) // step))
+
+    def _constant(self, computation: Computation, name: str) -> int | None:
+        x = computation.instructions[name]
+        while x.opcode in SAME:
+            x = computation.instructions[x.operands[0]]
+        value = re.match(r"\((-?\d+)\)", x.attributes) if x.opcode == "constant" else None
+        return int(value[1]) if value else None
+
+    def _element(self, computation: Computation, name: str) -> int | None:
+        """Which element of its argument a loop's part takes here."""
+        x = computation.instructions[name]
+        while x.opcode in SAME:
+            x = computation.instructions[x.operands[0]]
+        index = x.attribute(r"index=(\d+)") if x.opcode == "get-tuple-element" else ""
+        return int(index) if index and computation.instructions[x.operands[0]].opcode == "parameter" else None
+
+    def _start(self, inside: Computation, name: str, outside: Computation, loop: Instruction) -> int | None:
+        """The constant that a loop's part has here at its first trip."""
+        if (constant := self._constant(inside, name)) is not None:
+            return constant
+        if (index := self._element(inside, name)) is None:
+            return None
+        argument = outside.instructions[loop.operands[0]]
+        if argument.opcode != "tuple":
+            return None
+        value = argument.operands[index]
+        if (constant := self._constant(outside, value)) is not None or outside.name not in self.callers:
+            return constant
+        return self._start(outside, value, *self.callers[outside.name])
+
+    def _step(self, loop: Instruction, index: int) -> int:
+        """What a loop adds to an element of its state in a trip."""
+        body = self.computations[loop.attribute(r"body=%?([\w.-]+)")]
+        x = body.instructions[body.root.operands[index]] if body.root.opcode == "tuple" else None
+        while x is not None and x.opcode in SAME:
+            x = body.instructions[x.operands[0]]
+        if x is None or x.opcode != "add":
+            return 1
+        steps = [self._constant(body, name) for name in x.operands]
+        return next((n for n in steps if n), 1)
+
+
+def _lines(hlo: str) -> Iterator[str]:
+    """Lines, each with those that it goes on in: a kernel's metadata may have ends of lines."""
+    whole = ""
+    for line in hlo.splitlines():
+        if re.match(r"(?:ENTRY )?%?[\w.-]+ \(.*\{$|\s+(?:ROOT )?%?[\w.-]+ = |\}$", line):
+            yield whole
+            whole = line
+        else:
+            whole += line
+    yield whole
+
+
+def devices_of(attributes: str) -> int:
+    """The devices of each group of a collective."""
+    if mesh := re.search(r"replica_groups=(?:mesh)?\[([^\]]*)\](?: ?\{([^}]*)\})", attributes):
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        return prod(sizes[name] for name in re.findall(r"'([^']+)'", mesh[2]))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
+        return int(iota[1])
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(listed[1].split(","))
+    return 2 if "source_target_pairs" in attributes else 1
+
+
+def _frames(hlo: str) -> dict[int, list[str]]:
+    """Lines of Python by stack frame, as file:line, innermost first."""
+    names = dict(re.findall(r'^(\d+) "(.*)"$', hlo.partition("FileNames")[2].partition("FunctionNames")[0], re.M))
+    located = hlo.partition("FileLocations")[2].partition("StackFrames")[0]
+    places = {
+        place: f"{names.get(file, '')}:{line}"
+        for place, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", located, re.M)
+    }
+    stack = hlo.partition("StackFrames")[2].partition("\n\n")[0]
+    above = {
+        int(frame): (places.get(place, ""), int(parent))
+        for frame, place, parent in re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", stack, re.M)
+    }
+    frames = {}
+    for frame in above:
+        lines, at, seen = [], frame, set()
+        while at in above and at not in seen:
+            seen.add(at)
+            lines.append(above[at][0])
+            at = above[at][1]
+        frames[frame] = lines
+    return frames
+
+
+def _is_same(fused: Computation, index: int) -> bool:
+    """Whether a fusion returns its parameter as it is."""
+    x = fused.root
+    while x.opcode == "bitcast":
+        x = fused.instructions[x.operands[0]]
+    return x.name == fused.parameters[index].name
+
+
+def _update(computation: Computation, x: Instruction, whole: int) -> int:
+    """Bytes that an operation writes of an array of ``whole`` bytes."""
+    if x.opcode == "dynamic-update-slice":
+        return computation.instructions[x.operands[1]].shapes[0].bytes
+    if x.opcode == "scatter":
+        return computation.instructions[x.operands[2]].shapes[0].bytes
+    return whole
+
+
+def _dot(x: Instruction, left: Shape) -> float:
+    contracted = [int(n) for n in x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}").split(",") if n]
+    return 2.0 * x.shapes[0].size * prod(left.dims[i] for i in contracted)
+
+
+def _convolution(x: Instruction, left: Shape, right: Shape) -> float:
+    """Operations of a convolution, without those of padding and of dilation's holes."""
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", x.attribute(r"dim_labels=([\w>-]+)"))
+    assert labels is not None, x.attributes
+    size_of = {
+        side: dict(zip(names, dims, strict=True))
+        for side, names, dims in zip("lro", labels.groups(), (left.dims, right.dims, x.shapes[0].dims), strict=True)
+    }
+    window = dict(re.findall(r"(\w+)=([\w\-x]+)", x.attribute(r"window=\{([^}]*)\}")))
+    groups = int(x.attribute(r"batch_group_count=(\d+)") or 1)
+    total = 2.0 * size_of["o"]["b"] * size_of["o"]["f"] * size_of["r"]["i"] / groups
+    axes = [c for c in labels[1] if c.isdigit()]
+    for i, axis in enumerate(sorted(axes)):
+
+        def number(name: str, default: int, i: int = i) -> int:
+            return int(window[name].split("x")[i]) if name in window else default
+
+        low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
+        total *= _positions(
+            size_of["l"][axis],
+            size_of["r"][axis],
+            size_of["o"][axis],
+            number("stride", 1),
+            low,
+            number("lhs_dilate", 1),
+            number("rhs_dilate", 1),
+        )
+    return total
+
+
+@cache
+def _positions(left: int, right: int, out: int, stride: int, low: int, left_step: int, right_step: int) -> int:
+    """Pairs of an output and a kernel's element along an axis that meet an element of the input."""
+    count = 0
+    for k in range(right):
+        shift = k * right_step - low
+        if left_step == 1:
+            # 0 <= o * stride + shift < left
+            first = max(0, -(shift // stride))
+            last = min(out - 1, (left - 1 - shift) // stride)
+            count += max(0, last - first + 1)
+        else:
+            at = (o * stride + shift for o in range(out))
+            count += sum(0 <= n < (left - 1) * left_step + 1 and n % left_step == 0 for n in at)
+    return count
+
+
+def costliest(program: Program, count: int) -> str:
+    """A table of what takes longest by either time; operations of one line with the same results are one."""
+    groups: dict[tuple[str, str, str, str], list[Cost]] = defaultdict(list)
+    clock = program.slice.device.clock
+    for cost in program.costs:
+        once = "once a dispatch" if cost.is_once else ""
+        groups[once, cost.opcode, cost.source, cost.result].append(cost)
+    titles = ("µs", 9), ("runs", 6), ("read MB", 9), ("written", 9), ("GFLOP", 9), ("compiler µs", 11)
+    lines = [" ".join(f"{title:>{width}}" for title, width in titles) + "  operation, from, results"]
+
+    def longest(group: list[Cost]) -> float:
+        return sum(max(c.total, c.times * (c.cycles or 0) / clock) for c in group)
+
+    for key, group in sorted(groups.items(), key=lambda item: -longest(item[1]))[:count]:
+        figures = [
+            sum(c.times * value(c) for c in group)
+            for value in (lambda c: c.read / 1e6, lambda c: c.written / 1e6, lambda c: c.operations / 1e9)
+        ]
+        estimated = [c.times * c.cycles / clock for c in group if c.cycles is not None]
+        lines.append(
+            f"{1e6 * sum(c.total for c in group):9.1f} {sum(c.times for c in group):6} "
+            + " ".join(f"{n:9.2f}" for n in figures)
+            + f" {1e6 * sum(estimated):11.1f}" * bool(estimated)
+            + " " * 12 * (not estimated)
+            + "  "
+            + ", ".join(filter(None, key))
+        )
+    return "\n".join(lines)
