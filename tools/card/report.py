@@ -22,9 +22,10 @@ NOTES = {
     "counts as equal in one of eight requests; in bfloat16 with `--reproducible` and the same kernels, where no tie is "
     "allowed. Kernels all: those that no card has run, too, launched in joined calls.",
     "kernels on tpu": "What each operation takes on a TPU, then Pallas' kernels, which no TPU has run, then the other "
-    "implementations in the operations' lists. Each runs twice, with its rows in another order and beside other rows, "
-    "which must give equal bits; experts also beside fewer tokens. Its distance from the definition in float64 on the "
-    "host's processor may be three times that of the definition in the same dtype there, and a few roundings.",
+    "implementations in the operations' lists. Each runs twice, and with its rows in another order and beside other "
+    "rows, which must give equal bits; of experts in the reproducible mode alone, of the others it is only asked. Its "
+    "distance from the definition in float64 on the host's processor may be three times that of the definition in the "
+    "same dtype there, and a few roundings.",
     "tokens on tpu": "Random models with heads of the sizes of Qwen3.6-35B-A3B's, and a drafter that knows half of the "
     "text. In float32 tokens are those of plain decoding without Pallas' kernels on one device, whatever the draft "
     "length, alone and together, on one device and on all of the host; a tie (a margin below 1e-4) counts as equal in "

@@ -18,10 +18,12 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.layers import with_backend
+from dflash_jax.models.packing import transpose_experts
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.triton import call
 from dflash_jax.ops.kernels.triton.launch import launch_by_default, launching
+from dflash_jax.ops.moe import transposes_experts
 from dflash_jax.parallel.sharding import Layout, parameter_specs, place
 from tools import token_runs
 from tools.token_runs import Remembering
@@ -87,7 +89,10 @@ class Runs:
         if devices > 1:
             layout = Layout(tensor=devices)
             pair = [_divided(m, f, layout) for m, f in zip(pair, (abstract_decoder, abstract_drafter), strict=True)]
-        return [with_backend(module, self.backend(kernels)) for module in pair]
+        # As `LLM` has them.
+        backend = replace(self.backend(kernels), reproducible=dtype != jnp.float32)
+        pair = [with_backend(module, backend) for module in pair]
+        return [transpose_experts(module) for module in pair] if transposes_experts(backend) else pair
 
     def continued(self, count: int, dtype, temperature: float, block_size: int, way: "Way", coach=None):
         """The requests with their tokens."""

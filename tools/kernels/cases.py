@@ -82,20 +82,26 @@ def check(comparison: Comparison, on_card: bool) -> dict:
     result = run(c.args)
     if not same_bits(result, run(c.args)):
         return failed("two runs gave other bits")
+    if c.asks:
+        companies = {"in another order": order, **_companies(rows), **_fewer(rows)}
+        same = {name: same_bits([x[o] for x in result], run(c.permuted(c.args, o))) for name, o in companies.items()}
+        return {"status": "measured"} | {f"the same bits {name}": "yes" if one else "no" for name, one in same.items()}
     if c.joined:
         if f"{call.launch_p.name}[" not in str(jax.make_jaxpr(kernel)(*c.args)):
             return failed("there is no call of joined launches")
         # A function of its own: JAX would take what it has traced of the kernel, with other launches.
         if not same_bits(result, run(c.args, jax.jit(lambda *args: c.kernel(*args)))):
             return failed("single launches gave other bits")
-    # A state's last leaf is its rows.
-    other = run(c.permuted(c.args, order))
-    if not (same_bits(result[:-1], other[:-1]) if c.in_place else same_bits([x[order] for x in result], other)):
+    if c.in_place:
+        # A state's last leaf is its rows.
+        is_same = same_bits(result[:-1], run(c.permuted(c.args, order))[:-1])
+    else:
+        is_same = not c.by_row or same_bits([x[order] for x in result], run(c.permuted(c.args, order)))
+    if not is_same:
         return failed("rows in another order gave other bits")
-
-    for some in _companies(c, rows):
+    for some in _companies(rows).values() if c.on_tpu and c.by_row and not c.in_place else ():
         if not same_bits([x[some] for x in result], run(c.permuted(c.args, some))):
-            return failed(f"beside {'other' if len(some) == rows else len(some) - 1} rows a row has other bits")
+            return failed("beside other rows a row has other bits")
 
     def definition(*args):
         expected = jax.jit(c.definition)(*args)
@@ -116,16 +122,15 @@ def check(comparison: Comparison, on_card: bool) -> dict:
     return verdict(result, exact, c.dtype)
 
 
-def _companies(c: Comparison, rows: int) -> Iterator[np.ndarray]:
-    """Rows among which each must have the result that it has among all: of a TPU's implementations."""
-    if not c.on_tpu or c.in_place:
-        return
-    rng = np.random.default_rng(1)
-    yield rng.integers(0, rows, rows)
-    if c.alone:
-        for count in dict.fromkeys((rows // 2, 1)):
-            if 0 < count < rows:
-                yield rng.permutation(rows)[:count]
+def _companies(rows: int) -> dict[str, np.ndarray]:
+    """As many rows, some of them several times: each has others beside it."""
+    return {"beside other rows": np.random.default_rng(1).integers(0, rows, rows)}
+
+
+def _fewer(rows: int) -> dict[str, np.ndarray]:
+    """Some of the rows."""
+    order = np.random.default_rng(2).permutation(rows)
+    return {f"of {count} of {rows} rows": order[:count] for count in (rows // 2, 1) if 0 < count < rows}
 
 
 def joined(comparison: Comparison) -> Callable:
@@ -215,15 +220,17 @@ def of_a_tpu(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparison]
             continue
         for tested, group in _implementations(case.function, "layers" in case.options):
 
-            def make(source, case=case, tested=tested, alone=False):
+            def make(source, case=case, tested=tested, asks=False):
                 with testing(tested):
-                    return replace(case.make(source), on_tpu=True, alone=alone)
+                    # Experts are in the order of their tokens, but in the reproducible mode.
+                    by_row = case.function is not mixtures or tested.backend.reproducible
+                    return replace(case.make(source), on_tpu=True, by_row=by_row, asks=asks)
 
             name = f"{case.name}: {tested.name or f'kernels {tested.backend.kernels}'}"
+            name += ", reproducible" * tested.backend.reproducible
             groups[group].append((name, make))
-            # Others than one implementation may take another one for fewer tokens.
-            if case.function is mixtures and tested.name is not None:
-                groups[1].append((f"{name}, beside fewer tokens", partial(make, alone=True)))
+            if case.function is mixtures:
+                groups[group].append((f"{name}, does a token depend on others", partial(make, asks=True)))
     return (each for group in groups.values() for each in group)
 
 
@@ -240,13 +247,12 @@ def _implementations(function: Callable, of_layers: bool) -> list[tuple[Tested, 
         asked = Tested(replace(backend, on_choice=lambda choice, names=names: names.append(choice.implementation)))
         _trace(function, asked, of_layers)
     found = [(Tested(auto), 0)]
+    if function is mixtures:
+        found.append((Tested(replace(auto, reproducible=True)), 0))
     if not asked.lists and chosen["all"] != chosen["auto"]:
         found.append((Tested(every), 1))
     # Of a function that makes two kernels, it takes the last.
     for each in (each for implementations in asked.lists[-1:] for each in implementations):
-        if function is mixtures and each.name == "reference":
-            # It reads experts that no token has chosen, which are NaN here.
-            continue
         tested, reason = Tested(auto if each.is_tried else every, each.name), ""
         try:
             _trace(function, tested, of_layers)

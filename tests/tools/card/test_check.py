@@ -627,6 +627,7 @@ def test_every_implementation_that_a_tpu_may_take_is_compared(implementations):
     cases = dict(kernel_cases.of_a_tpu(SMALL_OF_A_TPU))
     for name in ("attention", "delta", "replaying", "mixtures", "products", "rotation", "writing", "convolutions"):
         assert any(case.startswith(f"{name} bfloat16, B 1, T 1") and case.endswith(": kernels auto") for case in cases)
+    assert any(case.startswith("mixtures") and case.endswith(": kernels auto, reproducible") for case in cases)
     assert not any("triton" in case or "cpp" in case or "of a card" in case for case in cases)
     places = {case: place for place, case in enumerate(cases)}
     one = "attention bfloat16, B 1, T 16, target, causal: "
@@ -637,31 +638,37 @@ def test_every_implementation_that_a_tpu_may_take_is_compared(implementations):
     assert card_stages.result(refused, "kernels") == ({"status": "skipped", "why": "only 16 tokens"}, True)
 
 
-def test_experts_that_depend_on_other_tokens_are_found(implementations):
-    """On their values, or only on their number."""
-    from dflash_jax.ops import moe
+def test_rows_that_depend_on_others_are_found(implementations):
+    """Of experts, which need not be independent where tokens need not be reproducible, it is only asked."""
+    from dflash_jax.ops import moe, rotation
     from dflash_jax.ops.backend import Implementation
     from tools.kernels import cases as kernel_cases
     from tools.kernels.comparisons import SMALL_OF_A_TPU
 
-    gathered = next(each for each in moe.IMPLEMENTATIONS if each.name == "gathered")
+    def checked(operation, name, change, case):
+        one = next(each for each in operation.IMPLEMENTATIONS if each.name == name)
 
-    def changed(change):
         def call(backend, x, *args, **options):
-            y = gathered.call(backend, x, *args, **options)
-            return (y.astype("float32") * (1 + change(x))).astype(y.dtype)
+            return jax.tree.map(
+                lambda y: (y.astype(jnp.float32) * (1 + change(x))).astype(y.dtype),
+                one.call(backend, x, *args, **options),
+            )
 
-        return Implementation("changed", gathered.supports, call, False)
-
-    def why(change, name):
-        implementations(moe, changed(change))
+        implementations(operation, Implementation("changed", one.supports, call, False))
         cases = dict(kernel_cases.of_a_tpu(SMALL_OF_A_TPU))
-        return kernel_cases.check(cases[f"mixtures float32, B 1, T 16: changed{name}"](Source(0)), False).get("why")
+        return kernel_cases.check(cases[case](Source(0)), False)
 
-    assert why(lambda x: 1e-3 * x[::-1].max(1, keepdims=True), "") == "rows in another order gave other bits"
-    assert why(lambda x: 1e-3 * jnp.sort(x[:, 0]).sum(), "") == "beside other rows a row has other bits"
-    assert why(lambda x: 4e-7 * (len(x) < 16), "") is None
-    assert why(lambda x: 4e-7 * (len(x) < 16), ", beside fewer tokens") == "beside 7 rows a row has other bits"
+    rotated = "rotation float32, B 7, T 5, target: changed"
+    found = checked(rotation, "reference", lambda x: 4e-7 * (x[:1].sum() > 0), rotated)
+    assert found["why"] == "rows in another order gave other bits"
+    found = checked(rotation, "reference", lambda x: jnp.sort(x[:, 0, 0, 0, 0]).sum(), rotated)
+    assert found["why"] == "beside other rows a row has other bits"
+    asked = "mixtures float32, B 1, T 16: changed, does a token depend on others"
+    yes = {f"the same bits {name}": "yes" for name in ("in another order", "beside other rows")}
+    found = checked(moe, "gathered", lambda x: 4e-7 * (len(x) < 16), asked)
+    assert found == {"status": "measured"} | yes | {f"the same bits of {n} of 16 rows": "no" for n in (8, 1)}
+    found = checked(moe, "gathered", lambda x: 4e-7 * (len(x) < 16), asked.partition(", does")[0])
+    assert found["status"] == "exact"
 
 
 def test_what_a_card_has_compared_comes_last():
