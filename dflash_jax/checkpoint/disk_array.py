@@ -108,7 +108,7 @@ def _rectangles(entry: Entry, units: np.ndarray) -> Iterator[tuple[int, slice, i
     # Runs of successive units of one row where rows have several, else of successive rows.
     is_next = (np.diff(tensor) == 0) & (np.diff(local) == 1) & ((place[1:] > 0) | (wide[tensor[1:]] == 1))
     starts = np.flatnonzero(np.concatenate([[True], ~is_next]))
-    counts = np.diff([*starts, len(units)])
+    counts = np.diff(starts, append=len(units))
     waiting: tuple[int, int, int, int, int] | None = None
     for at, length in zip(starts.tolist(), counts.tolist(), strict=True):
         i, begin, one = int(tensor[at]), int(row[at]), int(place[at])

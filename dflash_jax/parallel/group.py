@@ -306,6 +306,6 @@ def joined(free_memory: int, about: Mapping[str, str] = MappingProxyType({})) ->
         return None
     if not _joined:
         group = _join(jax.process_index(), jax.process_count(), free_memory)
-        group.agree(distributed.build() | about)
+        group.agree({**distributed.build(), **about})
         _joined.append(group)
     return _joined[0]

@@ -352,7 +352,8 @@ def place(array: Any, sharding: Sharding) -> jax.Array:
     """
     parts: dict[tuple, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         key = tuple((s.start, s.stop) for s in index)
         if key not in parts:
             parts[key] = array[index]
