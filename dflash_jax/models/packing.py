@@ -1,11 +1,11 @@
 """Modules with the weights that a platform reads fastest (`ops.weights`) in place of arrays, and back."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_attribute
@@ -63,7 +63,7 @@ def transpose_experts(module: M) -> M:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _division(array: jax.Array) -> tuple[Mesh | None, tuple]:
+def _division(array: jax.Array) -> tuple[Any, tuple]:
     """The mesh that an array is placed on, None for one device without one, and how each dimension is divided."""
     sharding, whole = array.sharding, (None,) * array.ndim
     if not isinstance(sharding, NamedSharding):
@@ -71,11 +71,11 @@ def _division(array: jax.Array) -> tuple[Mesh | None, tuple]:
     return sharding.mesh, (*sharding.spec, *whole)[: array.ndim]
 
 
-def _by_device(function, weight, mesh: Mesh | None, before: tuple, after: tuple):
+def _by_device(function, weight, mesh, before: tuple, after: tuple):
     """``function`` of each device's part of a weight, of which ``before`` and after it ``after`` are the divisions."""
     if mesh is not None:
-        specs = {"in_specs": PartitionSpec(*before), "out_specs": PartitionSpec(*after)}
-        function = jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
+        specs = PartitionSpec(*before), PartitionSpec(*after)
+        function = jax.shard_map(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
     return jax.jit(function)(weight)
 
 

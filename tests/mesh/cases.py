@@ -24,6 +24,7 @@ from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.slots import Slots
+from dflash_jax.frontend import llm
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.loading import draft_vocabulary
@@ -39,7 +40,7 @@ from dflash_jax.models.packing import transpose_experts, unpack_weights
 from dflash_jax.ops import attention, cache, cache_write, moe
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import FP8, KVCache
-from dflash_jax.ops.weights import QuantizedWeight, is_weight, quantize
+from dflash_jax.ops.weights import QuantizedWeight, TransposedWeight, is_weight, quantize
 from dflash_jax.parallel.sharding import AxisSharding, Layout, parameter_paths, parameter_specs, spec
 from tests import few_bits
 from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
@@ -459,6 +460,21 @@ def test_eight_bit_floats_generate_the_same_text_on_every_mesh(mesh, draft):
     several = LLM(draft=draft, mesh=mesh, quantize="fp8", block_size=4)
     (found,) = several.generate(["def f("], params)
     parting = divergence(several, found.prompt_ids, expected.token_ids, found.token_ids, params)
+    assert parting is None or parting.is_tie
+
+
+@pytest.mark.parametrize("mesh", ["", "expert=2,tensor=4", pytest.param("data=2,tensor=4", marks=pytest.mark.long)])
+@pytest.mark.parametrize("form", [None, *(pytest.param(f, marks=pytest.mark.long) for f in ("fp8", "int4", "nvfp4"))])
+@pytest.mark.parametrize("draft", ["auto", pytest.param("mtp", marks=pytest.mark.long)])
+def test_the_implementations_for_a_tpu_give_the_text_of_a_cpu(mesh, form, draft, monkeypatch):
+    params = SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24)
+    (expected,) = LLM(draft=None, quantize=form, kernels="xla").generate(["def f("], params)
+    monkeypatch.setattr(llm, "prepare_backend", lambda *_: Backend.xla("tpu"))
+    there = LLM(draft=draft, mesh=mesh, quantize=form, block_size=4)
+    is_transposed = [isinstance(w, TransposedWeight) for w in jax.tree.leaves(there.target, is_leaf=is_weight)]
+    assert any(is_transposed) == (form is None)
+    (found,) = there.generate(["def f("], params)
+    parting = divergence(there, found.prompt_ids, expected.token_ids, found.token_ids, params)
     assert parting is None or parting.is_tie
 
 
