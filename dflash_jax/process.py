@@ -18,6 +18,8 @@ from dflash_jax.errors import EngineError, InputError
 INTERRUPTED = 130
 # Seconds that a process has to end by itself after an interrupt.
 INTERRUPT_S = 2.0
+# Seconds in which the last line of a process is written.
+LINE_S = 2.0
 T = TypeVar("T")
 
 
@@ -63,6 +65,22 @@ def exit_code(command: Callable[[], int]) -> int:
         if isinstance(e, OSError):
             silence_stdout()
         return code
+
+
+def end_process(line: str) -> NoReturn:
+    """Ends the process at once, whatever its threads and devices wait for: one line, and exit code 1."""
+
+    def write() -> None:
+        with suppress(OSError):
+            os.write(2, f"error: {line}\n".encode())
+
+    try:
+        # A full pipe that is not read blocks the thread, not the end.
+        writer = threading.Thread(target=write, name="last line", daemon=True)
+        writer.start()
+        writer.join(LINE_S)
+    finally:
+        os._exit(1)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 log = logging.getLogger("dflash_jax")
 
-_reported: set[Path] = set()
+_reported: set[Path | str] = set()
 
 
 class NotPrivateError(PermissionError):
@@ -45,7 +45,7 @@ def make_private(directory: Path) -> None:
         raise NotPrivateError(f"{directory} must be this user's and not writable by others: chmod 700, or remove it")
 
 
-def report_unwritable(directory: Path, reason: str) -> None:
+def report_unwritable(directory: Path | str, reason: str) -> None:
     """Logs that a cache directory cannot be written: one line for each directory, whatever is compiled.
 
     Args:
@@ -55,7 +55,7 @@ def report_unwritable(directory: Path, reason: str) -> None:
     report_once(directory, f"compiled programs are not kept: {directory}: {reason}")
 
 
-def report_once(directory: Path, message: str) -> None:
+def report_once(directory: Path | str, message: str) -> None:
     """Logs a warning about a directory, unless there was one."""
     if directory not in _reported:
         _reported.add(directory)

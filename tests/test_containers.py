@@ -2,6 +2,7 @@
 
 import http.server
 import importlib.util
+import math
 import re
 import ssl
 import threading
@@ -14,23 +15,26 @@ import yaml
 
 from dflash_jax.cluster import options as cluster
 from dflash_jax.options.serve import parse
-from dflash_jax.parallel.distributed import LWS_PORT
+from dflash_jax.parallel.distributed import PORT as COORDINATOR_PORT
+from dflash_jax.parallel.sharding import Layout
 from dflash_jax.server.access import OPEN_PATHS
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-MANIFESTS = ("kubernetes.yaml", "leader_worker_set.yaml", "ray_service.yaml", "gateway.yaml")
+# With the resource that a pod has of its host.
+GROUPS = {"leader_worker_set.yaml": "nvidia.com/gpu", "tpu_slice.yaml": "google.com/tpu"}
+MANIFESTS = ("kubernetes.yaml", "ray_service.yaml", "gateway.yaml", *GROUPS)
 OBJECTS = {name: list(yaml.safe_load_all((DOCKER / name).read_text())) for name in MANIFESTS}
 CLAIM, DEPLOYMENT, BUDGET, SERVICE = OBJECTS["kubernetes.yaml"]
-LEADER_WORKER_SET, LEADER_SERVICE = OBJECTS["leader_worker_set.yaml"][1:]
 RAY_SERVICE = OBJECTS["ray_service.yaml"][1]
 # Groups of APIs: of custom resources, and one of Kubernetes itself.
 API_GROUPS = {
     "gateway.networking.k8s.io",
     "inference.networking.k8s.io",
     "inference.networking.x-k8s.io",
+    "leaderworkerset.sigs.k8s.io",
     "leaderworkerset.x-k8s.io",
     "lws.sigs.k8s.io",
     "ray.io",
@@ -188,24 +192,48 @@ def test_a_ray_service_has_a_worker_for_each_replica_and_the_ingress_on_its_head
     assert f">={ray['rayVersion'].rpartition('.')[0]}" in requirement
 
 
-def test_a_leader_worker_set_serves_one_model_over_its_pods(monkeypatch):
+@pytest.mark.parametrize(("name", "resource"), GROUPS.items())
+def test_a_leader_worker_set_serves_one_model_over_its_pods(name, resource, monkeypatch):
     monkeypatch.delenv("DFLASH_API_KEY", raising=False)
-    group = LEADER_WORKER_SET["spec"]["leaderWorkerTemplate"]
+    group_set, service = OBJECTS[name][1:]
+    group = group_set["spec"]["leaderWorkerTemplate"]
     leader, worker = (group[f"{role}Template"] for role in ("leader", "worker"))
     (first,), (other,) = (template["spec"]["containers"] for template in (leader, worker))
     assert first["args"] == other["args"]
     args, _ = parse([*ENTRYPOINT[2:], *first["args"]])
     assert args.distributed
-    assert args.mesh == f"tensor={group['size'] * first['resources']['limits']['nvidia.com/gpu']}"
+    assert Layout.parse(args.mesh).devices == group["size"] * first["resources"]["limits"][resource]
     assert leader["spec"]["terminationGracePeriodSeconds"] > args.drain_s
     # The leader alone has HTTP.
     ports = {port["name"]: port["containerPort"] for port in first["ports"]}
-    assert ports == {"http": PORT, "coordinator": LWS_PORT}
+    assert ports == {"http": PORT, "coordinator": COORDINATOR_PORT}
     assert not {"ports", "livenessProbe", "readinessProbe", "startupProbe"} & other.keys()
     assert first["readinessProbe"]["httpGet"] == CONTAINER["readinessProbe"]["httpGet"]
-    selected = LEADER_SERVICE["spec"]["selector"].items()
+    selected = service["spec"]["selector"].items()
     assert selected <= leader["metadata"]["labels"].items()
     assert not selected <= worker["metadata"]["labels"].items()
+
+
+def test_a_group_of_a_slice_has_all_of_its_chips_and_the_mesh_of_its_system():
+    pods = pods_of(OBJECTS["tpu_slice.yaml"][1])
+    (topology,) = {pod["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] for pod in pods}
+    args, system = parse([*ENTRYPOINT[2:], *pods[0]["spec"]["containers"][0]["args"]])
+    chips = math.prod(map(int, topology.split("x")))
+    assert chips == Layout.parse(args.mesh).devices
+    assert args.mesh == system.meshes[f"v6ex{chips}"]
+    assert f"--tpu-topology {topology}" in (DOCKER / "tpu_slice.yaml").read_text()
+    assert all(pod["spec"]["containers"][0]["image"] == "dflash-jax:tpu" for pod in pods)
+
+
+def test_a_queued_resource_starts_the_command_of_the_group_of_a_slice():
+    """The page's commands for Cloud TPU virtual machines."""
+    page = (ROOT / "docs/cluster.md").read_text().replace("\\\n", "")
+    (words,) = re.findall(r"dflash-jax:tpu +(--[^'`]*)'", page)
+    args, _ = parse([*ENTRYPOINT[2:], *words.split()])
+    (template, _) = pods_of(OBJECTS["tpu_slice.yaml"][1])
+    group, _ = parse([*ENTRYPOINT[2:], *template["spec"]["containers"][0]["args"]])
+    assert vars(args) == vars(group)
+    assert f"--accelerator-type v6e-{Layout.parse(args.mesh).devices} " in page
 
 
 def test_a_gateway_sends_requests_to_the_servers_that_the_picker_names():
@@ -298,5 +326,5 @@ def test_health_check_of_a_command_without_a_server_is_that_of_its_process(tmp_p
     "path", sorted(each for each in DOCKER.iterdir() if each.is_file()), ids=lambda path: path.name
 )
 def test_no_host_of_a_registry_is_named(path: Path):
-    hosts = re.findall(r"\b[\w-]+(?:\.[\w-]+)*\.(?:io|com|org|dev|gcr|net)\b(?!/gpu)", path.read_text())
+    hosts = re.findall(r"\b[\w-]+(?:\.[\w-]+)*\.(?:io|com|org|dev|gcr|net)\b(?!/(?:gpu|tpu|gke))", path.read_text())
     assert set(hosts) <= API_GROUPS

@@ -117,6 +117,10 @@ class Tensors(Mapping[str, tuple[int, ...]]):
             InputError: It cannot be read.
         """
 
+    def section(self, name: str, shape: Sequence[int], rows: slice, columns: slice) -> np.ndarray:
+        """A part of a tensor that has ``shape``, its axes before the last taken as one: some rows, some columns."""
+        return self.read(name).reshape(-1, shape[-1])[rows, columns]
+
     def release(self) -> None:
         """Frees what reading occupied."""
 
@@ -163,6 +167,7 @@ class TensorFiles(Tensors):
             InputError: A file is missing or corrupt, or two files have the same tensor.
         """
         self._places: dict[str, _Place] = {}
+        self._files: list[np.memmap] = []
         paths = self._paths(directory)
         for path in paths:
             self._map(path)
@@ -190,6 +195,7 @@ class TensorFiles(Tensors):
             raise InputError(f"{path} cannot be read: {e.strerror or e}") from None
         except (SafetensorError, ValueError) as e:
             raise InputError(f"{path} is not a whole safetensors file (truncated or corrupt?): {e}") from None
+        self._files.append(data)
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         header = json.loads(data[8:start].tobytes())
         for name, entry in sorted(header.items()):
@@ -236,7 +242,7 @@ class TensorFiles(Tensors):
 
     def release(self) -> None:
         """Drops the pages that were read, since mapped pages count as memory of the process."""
-        for data in {id(p.data): p.data for p in self._places.values()}.values():
+        for data in self._files:
             if isinstance(data.base, mmap.mmap):
                 data.base.madvise(mmap.MADV_DONTNEED)
 

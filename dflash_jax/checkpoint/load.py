@@ -144,6 +144,8 @@ def fill(
             if by_path[path].shape != leaf.shape:
                 raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
             arrays.append(spread(read_parameter(by_path[path], source, dtype, quantize, sharding), sharding))
+            # The parts are copies.
+            source.files.release()
             bar.update(size)
     return jax.tree.unflatten(structure, arrays)
 

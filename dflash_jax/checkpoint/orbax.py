@@ -11,6 +11,7 @@ import hashlib
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import quantized
 from dflash_jax.checkpoint.config_files import read_json
+from dflash_jax.checkpoint.disk_array import DiskArray
 from dflash_jax.checkpoint.files import DescribedTensors, write_json
 from dflash_jax.checkpoint.parameters import (
     Source,
@@ -37,6 +39,8 @@ from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_spec
 from dflash_jax.progress import bar
 
 MANIFEST, STARTED = "manifest.json", "conversion.json"
+# A host of another mesh reads whole pieces of this size at most.
+CHUNK_BYTES = 2**24
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -138,7 +142,8 @@ class Conversion:
         shapes = {k: (str(v.dtype), list(v.shape)) for k, v in arrays.items()}
         expected = _digest({k: np.asarray(v) for k, v in arrays.items()})
         try:
-            self.checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
+            pieces = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+            self.checkpointer.save(path, args=ocp.args.PyTreeSave(arrays, save_args=pieces))
         except (ValueError, OSError) as e:  # what the storage library says of a full disk is a ValueError
             raise InputError(f"{path} cannot be written: {str(e).splitlines()[0][-200:]}") from None
         arrays.clear()
@@ -268,10 +273,16 @@ class ExtraTensors(ConvertedTensors):
         items |= {n: ("parameters", path) for n, path in (parameters or {}).items()}
         self._tensors = {n: t for n, t in self._tensors.items() if " ".join(items[n]) in records}
         self._paths = {n: (directory / items[n][0] / items[n][1]).absolute() for n in self._tensors}
+        # Parts of one or two tensors are read by turns.
+        self._read = lru_cache(maxsize=2)(lambda name: read_arrays(self._paths[name], ["array"])["array"])
 
     def read(self, name: str) -> np.ndarray:
         """See `Tensors`."""
-        return read_arrays(self._paths[name], ["array"])["array"]
+        return self._read(name)
+
+    def release(self) -> None:
+        """See `Tensors`."""
+        self._read.cache_clear()
 
 
 def _shape(arrays: Mapping[str, list]) -> tuple[int, ...]:
@@ -293,6 +304,14 @@ def forms(directory: Path) -> dict[str, quantized.Form]:
             columns = _shape(arrays)[-1] // scales[-1]
             found[path] = quantized.Form(code or arrays["values"][0], columns, dtype, has_factor, "zero" in arrays)
     return found
+
+
+def _on_host(array: jax.Array) -> DiskArray:
+    """The parts of an array that devices of this host have."""
+    parts = {}
+    for shard in array.addressable_shards:
+        parts[tuple(s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True))] = shard.data
+    return DiskArray(array.shape, array.dtype, lambda index: np.asarray(parts[tuple((s.start, s.stop) for s in index)]))
 
 
 def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
@@ -319,10 +338,11 @@ def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
             raise InputError(f"{directory} does not fit its config.json: {path} has shape {shape}, not {leaf.shape}")
         sharding = NamedSharding(mesh, spec)
         where, names = (directory / "parameters" / path).absolute(), list(record["arrays"])
+        shapes = {name: shape for name, (_, shape) in record["arrays"].items()}
+        arrays = read_arrays(where, names, array_shardings(shapes, sharding, leaf.shape))
         if "divisor" in names:
-            arrays = quantized.without_divisor(read_arrays(where, names), not stays_quantized(path, quantize))
-            arrays = placed(arrays, sharding, leaf.shape)
-        else:
-            arrays = read_arrays(where, names, array_shardings(names, sharding, leaf.shape))
+            scales = {name: _on_host(arrays.pop(name)) for name in ("scale", "divisor")}
+            scales = quantized.without_divisor(scales, not stays_quantized(path, quantize))
+            arrays |= placed(scales, sharding, leaf.shape)
         parameters.append(spread(finished(arrays, dtype, path, quantize, sharding), sharding))
     return jax.tree.unflatten(structure, parameters)

@@ -1,6 +1,6 @@
 """One parameter from its tensors on disk to its devices."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.checkpoint import quantized
-from dflash_jax.checkpoint.files import Tensors
+from dflash_jax.checkpoint.disk_array import DiskArray, joined
+from dflash_jax.checkpoint.files import DTYPES, Tensors
 from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
@@ -33,7 +34,7 @@ def check_quantize(quantize: str | None) -> None:
         raise InputError(f"quantize {quantize!r}: it must be one of {', '.join(QUANTIZE)}")
 
 
-A = TypeVar("A", jax.Array, np.ndarray)
+A = TypeVar("A", jax.Array, np.ndarray, DiskArray)
 C = TypeVar("C", ModelConfig, DraftConfig, MtpConfig, VisionConfig)
 
 
@@ -87,8 +88,8 @@ def of_drafter(config: DraftConfig | MtpConfig, quantize: str | None) -> str | N
     return quantize if isinstance(config, MtpConfig) or quantize == "none" else None
 
 
-def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, np.ndarray]:
-    """Reads the arrays of one parameter as a checkpoint has them; arguments as of `read_parameter`.
+def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, DiskArray]:
+    """The arrays of one parameter as a checkpoint has them; arguments as of `read_parameter`.
 
     Returns:
         "array", or what `quantized.read` returns.
@@ -97,17 +98,25 @@ def arrays_of(entry: Entry, source: Source, dtype) -> dict[str, np.ndarray]:
     if parts := source.stored.get(entry.path):
         arrays = quantized.read(entry, parts, files)
         return {"array": cast(arrays["array"], dtype)} if "array" in arrays else arrays
-    given = [t.of(files.read(t.name)) for t in entry.tensors]
-    for tensor, part in zip(entry.tensors, given, strict=True):
-        if part.dtype.kind in "bu" or (part.dtype.kind == "i") != entry.is_integer:
+    # Of a dtype that is not known, reading says more.
+    dtypes = [DTYPES[d] if (d := files.dtype(t.name)) in DTYPES else files.read(t.name).dtype for t in entry.tensors]
+    for tensor, stored in zip(entry.tensors, dtypes, strict=True):
+        if stored.kind in "bu" or (stored.kind == "i") != entry.is_integer:
             right = "whole numbers" if entry.is_integer else "floating-point numbers"
             raise InputError(f"tensor {tensor.name!r} has dtype {files.dtype(tensor.name)}: it must have {right}")
-    return {"array": cast(entry.read(given), dtype)}
+
+    def section(i: int, rows: slice, columns: slice) -> np.ndarray:
+        tensor = entry.tensors[i]
+        return files.section(tensor.name, tensor.disk_shape, tensor.rows_on_disk(rows), columns)
+
+    return {"array": joined(entry, dtypes, section, dtype=None if entry.is_integer else dtype)}
 
 
-def placed(arrays: Mapping[str, np.ndarray], sharding: NamedSharding, shape: Sequence[int]) -> dict[str, jax.Array]:
+def placed(
+    arrays: Mapping[str, np.ndarray | DiskArray], sharding: NamedSharding, shape: Sequence[int]
+) -> dict[str, jax.Array]:
     """The arrays of one parameter on its devices; arguments as of `array_shardings`."""
-    shardings = array_shardings(arrays, sharding, shape)
+    shardings = array_shardings({name: array.shape for name, array in arrays.items()}, sharding, shape)
     return {name: place(array, shardings[name]) for name, array in arrays.items()}
 
 
@@ -116,23 +125,25 @@ def cast(array: A, dtype) -> A:
     return array if dtype is None or jnp.issubdtype(array.dtype, jnp.integer) else array.astype(dtype)
 
 
-def array_shardings(names: Iterable[str], sharding: NamedSharding, shape: Sequence[int]) -> dict[str, NamedSharding]:
+def array_shardings(
+    shapes: Mapping[str, Sequence[int]], sharding: NamedSharding, shape: Sequence[int]
+) -> dict[str, NamedSharding]:
     """The shardings of a parameter's arrays as a checkpoint has them.
 
     Args:
-        names: "array", or those of `quantized.read`.
+        shapes: Shapes of "array", or of the arrays of `quantized.read`, by name.
         sharding: The parameter's sharding.
         shape: The parameter's shape.
 
     Raises:
         InputError: A device would have half a byte.
     """
-    # Runs of the last axis belong to the checkpoint, and need not divide as the values do.
-    of_scale = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: len(shape) - 1]))
     parts = parts_of(sharding.mesh.shape, sharding.spec, len(shape) - 1)
-    if shape[-1] // parts % 2 and not set(CODES).isdisjoint(names):
+    if shape[-1] // parts % 2 and not set(CODES).isdisjoint(shapes):
         raise InputError(f"{shape[-1]} inputs in four bits on {parts} devices: each must have an even number of them")
-    return {name: sharding if name in ("array", "values", *CODES) else of_scale for name in names}
+    # Runs of the last axis belong to the checkpoint, and need not divide as the values do.
+    of_rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: len(shape) - 1]))
+    return {name: sharding if one[-1] % parts == 0 else of_rows for name, one in shapes.items()}
 
 
 def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | None, sharding: NamedSharding):
@@ -158,7 +169,8 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
     array = cast(arrays["array"], dtype)
     if quantize not in (None, "none") and path.rsplit(".", 1)[-1] in QUANTIZED:
         quantized_to = partial(_quantized, kind=quantize)
-        shardings = array_shardings(jax.eval_shape(quantized_to, array), sharding, array.shape)
+        shapes = {name: one.shape for name, one in jax.eval_shape(quantized_to, array).items()}
+        shardings = array_shardings(shapes, sharding, array.shape)
         return QuantizedWeight.of(jax.jit(quantized_to, out_shardings=shardings)(array))
     return array
 

@@ -22,12 +22,14 @@ tells the group of an input, whose neighbours may be of other groups. Scales of 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
+from dflash_jax.checkpoint.disk_array import DiskArray, combined, joined
 from dflash_jax.checkpoint.files import DTYPES, Tensors
 from dflash_jax.checkpoint.quantization import (
     AWQ,
@@ -87,9 +89,23 @@ class Part:
         """The shapes that it may have on disk."""
         return self.shapes or (self.layout.disk_shape(self.shape),)
 
-    def read(self, files: Tensors) -> np.ndarray:
-        """The array as it is here."""
-        return self.layout.read(files.read(self.name), self.shape)
+    def dtype(self, files: Tensors) -> np.dtype:
+        """The dtype of the array as it is here."""
+        if isinstance(self.layout, Words):
+            return np.dtype(np.int8 if self.layout.is_zero or self.layout.bits == 8 else np.uint8)
+        return BFLOAT16 if isinstance(self.layout, Exponents) else DTYPES[files.dtype(self.name)]
+
+    def section(self, files: Tensors, rows: slice, columns: slice) -> np.ndarray:
+        """A part of the array as it is here, its axes before the last taken as one: some rows, some columns."""
+        layout, (*lead, _, width) = self.layout, self.shape
+        if lead and not layout.has_rows:
+            return layout.read(files.read(self.name), self.shape).reshape(-1, width)[rows, columns]
+        first = [s.start - s.start % step for s, step in zip((rows, columns), layout.steps, strict=True)]
+        ends = layout.disk_shape(first), layout.disk_shape((rows.stop, columns.stop))
+        places = [slice(*both) for both in zip(*ends, strict=True)]
+        array = files.section(self.name, layout.disk_shape(self.shape), *places)
+        array = layout.read(array, (rows.stop - first[0], columns.stop - first[1]))
+        return array[rows.start - first[0] :, columns.start - first[1] :]
 
 
 @dataclass(frozen=True)
@@ -398,30 +414,12 @@ def counted(unused: Iterable[str]) -> list[str]:
     return [f"{count:,} x {kind}" for kind, count in sorted(counts.items())]
 
 
-def _grid(stored: Stored, role: str, files: Tensors) -> np.ndarray:
-    """The numbers of a tensor [..., O, I], one for each row and column of blocks.
-
-    Raises:
-        InputError: A scale is not finite, or is negative where values have signs, or is 0 where it divides.
-    """
-    part = stored.scales[role]
-    array = part.read(files)
-    if role != "zero":
-        numbers = array.astype(np.float32)
-        # The scale of integers has a sign in AutoRound's files.
-        has_sign = stored.kind in (INT4, INT8)
-        if not np.isfinite(numbers).all() or not (has_sign or (numbers >= 0).all()):
-            what, right = ("", "") if has_sign else ("negative or ", ", 0 or more")
-            raise InputError(f"tensor {part.name!r} has a scale that is {what}not finite: it must be a number{right}")
-    return array
-
-
 def _run(inputs: int, blocks: Iterable[tuple[int, int]]) -> int:
     """Inputs of the runs, equal ones each within one block, of a last axis of ``inputs``."""
     return math.gcd(inputs, *(columns for _, columns in blocks))
 
 
-def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.ndarray]:
+def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, DiskArray]:
     """The arrays of a parameter of which tensors are in few bits, as conversions keep them.
 
     Args:
@@ -432,83 +430,103 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.
     Returns:
         "values" or, in four bits, the name of their code, as `QuantizedWeight` has them; and "scale", "zero", and
         "factor" or "divisor", for each run of the last axis. Where not `are_packed`: "array", multiplied out, float32.
+        What is read from them raises InputError where a scale is no scale.
 
     Raises:
-        InputError: A scale is no scale, or a tensor of `Stored.constants` says something else.
+        InputError: A tensor of `Stored.constants` says something else.
     """
     for part in {part.values.name: part for part in parts}.values():
         part.check_constants(files)
-    if are_packed(parts, files):
-        arrays = _packed(entry, parts, files)
-    else:
-        arrays = {"array": entry.read([_multiplied_out(part, files) for part in parts])}
-    _check_products(parts, files)
-    return arrays
+    if not are_packed(parts, files):
 
+        def multiplied_out(i: int, rows: slice, columns: slice) -> np.ndarray:
+            return _multiplied_out(parts[i], files, rows)[:, columns]
 
-def _multiplied_out(part: Stored, files: Tensors) -> np.ndarray:
-    """The numbers of a tensor, float32."""
-    if not part.kind:
-        return part.tensor.of(part.values.read(files)).astype(np.float32)
-    arrays = _packed(Entry("", part.tensor.shape, (part.tensor,)), [part], files)
-    return np.asarray(QuantizedWeight.of(without_divisor(arrays, is_exact=True)).dense(np.float32))
+        return {"array": joined(entry, [np.dtype(np.float32)] * len(parts), multiplied_out)}
 
+    def values(i: int, rows: slice, columns: slice) -> np.ndarray:
+        return parts[i].values.section(files, parts[i].tensor.rows_on_disk(rows), columns)
 
-def _packed(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, np.ndarray]:
-    """The arrays of a parameter in few bits."""
     code = CODES_OF.get(parts[0].kind)
-    values = [part.tensor.of(part.values.read(files)) for part in parts]
-    arrays = {code or "values": entry.read(values, entry.shape[-1] // (2 if code else 1))}
-    in_order = all(part.order(files) is None for part in parts)
+    dtypes = [part.values.dtype(files) for part in parts]
+    arrays = {code or "values": joined(entry, dtypes, values, entry.shape[-1] // (2 if code else 1))}
     for role in parts[0].scales:
-        run = _run(entry.shape[-1], (part.scales[role].block for part in parts)) if in_order else 1
-        spread = [_spread(part, role, run, files) for part in parts]
-        if len({array.dtype for array in spread}) > 1:
-            spread = [array.astype(np.float32) for array in spread]
-        arrays[role] = entry.read(spread, entry.shape[-1] // run)
+        run = _run(entry.shape[-1], (part.scales[role].block for part in parts))
+        dtypes = [part.scales[role].dtype(files) for part in parts]
+
+        def scales(i: int, rows: slice, columns: slice, role: str = role, run: int = run) -> np.ndarray:
+            return _scales(parts[i], role, run, files, rows, columns)
+
+        of_all = dtypes[0] if len({*dtypes}) == 1 else np.dtype(np.float32)
+        arrays[role] = joined(entry, dtypes, scales, entry.shape[-1] // run, of_all)
     return arrays
 
 
-def _spread(stored: Stored, role: str, run: int, files: Tensors) -> np.ndarray:
-    """The numbers of a tensor, one for each of its rows and runs."""
-    tensor, block = stored.tensor, stored.scales[role].block
-    rows, columns = tensor.disk_shape[-2:]
-    grid = np.repeat(_grid(stored, role, files), block[0], axis=-2)[..., :rows, :]
-    if (order := stored.order(files)) is not None:
-        return tensor.of(grid)[..., order]
-    return np.repeat(tensor.of(grid), block[1] // run, axis=-1)[..., : columns // run]
+def _multiplied_out(part: Stored, files: Tensors, rows: slice) -> np.ndarray:
+    """Some rows of the numbers of a tensor, float32."""
+    inputs, on_disk, code = part.tensor.shape[-1], part.tensor.rows_on_disk(rows), CODES_OF.get(part.kind)
+    values = part.values.section(files, on_disk, slice(0, inputs // (2 if code else 1)))
+    if not part.kind:
+        return values.astype(np.float32)
+    arrays = {code or "values": values}
+    for role, scales in part.scales.items():
+        run = 1 if part.order(files) is not None else _run(inputs, [scales.block])
+        arrays[role] = _scales(part, role, run, files, rows, slice(0, inputs // run))
+    arrays = {name: np.asarray(array) for name, array in without_divisor(arrays, is_exact=True).items()}
+    return np.asarray(QuantizedWeight.of(arrays).dense(np.float32))
 
 
-def _check_products(parts: Sequence[Stored], files: Tensors) -> None:
-    """Raises InputError where a product or quotient of two scales, or a reciprocal of one, is not finite."""
-    for part in parts:
-        for role in part.scales.keys() & {"factor", "divisor"}:
-            whole, scale = part.scales[role], part.scales["scale"]
-            largest = files.read(scale.name).astype(np.float32).max(initial=0 if role == "factor" else 1)
-            numbers = files.read(whole.name)
-            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                products = largest * numbers if role == "factor" else largest / numbers
-            if not (is_finite := np.isfinite(products)).all():
-                number = numbers[~is_finite].flat[0].item()
-                raise InputError(f"tensor {whole.name!r} has {shown(number)}: its scales must be finite numbers")
+def _scales(stored: Stored, role: str, run: int, files: Tensors, rows: slice, columns: slice) -> np.ndarray:
+    """The numbers of blocks, for some rows of a tensor and some runs of its inputs, of ``run`` each.
+
+    Raises:
+        InputError: A scale is not finite, or is negative where values have signs, or is 0 where it divides; or its
+            product with the scale of scales is not finite.
+    """
+    part, (outputs, inputs), order = stored.scales[role], stored.tensor.disk_shape[-2:], stored.order(files)
+    on_disk = stored.tensor.rows_on_disk(rows)
+    matrix, row = np.divmod(np.arange(on_disk.start, on_disk.stop), outputs)
+    down = matrix * part.shape[-2] + row // part.block[0]
+    places = np.arange(columns.start, columns.stop)
+    across = places * run // part.block[1] if order is None else order[places]
+    first = down[0], across.min()
+    array = part.section(files, slice(first[0], down[-1] + 1), slice(first[1], across.max() + 1))
+    if role != "zero":
+        numbers = array.astype(np.float32)
+        # The scale of integers has a sign in AutoRound's files.
+        has_sign = stored.kind in (INT4, INT8)
+        if not np.isfinite(numbers).all() or not (has_sign or (numbers >= 0).all()):
+            what, right = ("", "") if has_sign else ("negative or ", ", 0 or more")
+            raise InputError(f"tensor {part.name!r} has a scale that is {what}not finite: it must be a number{right}")
+    array = array[down - first[0]][:, across - first[1]]
+    for other in stored.scales.keys() & {"factor", "divisor"} if role == "scale" else ():
+        whole = _scales(stored, other, inputs, files, rows, slice(0, 1))[:, 0]
+        largest = array.astype(np.float32).max(1, initial=0 if other == "factor" else 1)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            products = largest * whole if other == "factor" else largest / whole
+        if not (is_finite := np.isfinite(products)).all():
+            name, number = stored.scales[other].name, whole[~is_finite][0].item()
+            raise InputError(f"tensor {name!r} has {shown(number)}: its scales must be finite numbers")
+    return array
 
 
-def without_divisor(arrays: dict[str, np.ndarray], is_exact: bool) -> dict[str, np.ndarray]:
+def without_divisor(arrays: Mapping[str, Any], is_exact: bool) -> dict[str, Any]:
     """The arrays of `read` with a factor, or with float32 quotients, in place of a divisor.
 
     They are computed on the host: quotients of compiled programs are not the nearest numbers on every device.
 
     Args:
-        arrays: Those of `read`.
+        arrays: Those of `read`, or of NumPy.
         is_exact: Whether scales are the quotients; else they stay in 8 bits, with the reciprocal as their factor, which
             changes a weight by at most two units of float32's last place.
     """
-    if "divisor" not in arrays:
-        return arrays
     rest = {name: array for name, array in arrays.items() if name != "divisor"}
+    if "divisor" not in arrays:
+        return rest
     if not is_exact:
-        return rest | {"factor": np.float32(1) / arrays["divisor"]}
-    return rest | {"scale": arrays["scale"].astype(np.float32) / arrays["divisor"]}
+        return rest | {"factor": combined(lambda divisor: np.float32(1) / divisor, arrays["divisor"])}
+    quotient = combined(lambda scale, divisor: scale.astype(np.float32) / divisor, arrays["scale"], arrays["divisor"])
+    return rest | {"scale": quotient}
 
 
 def as_compressed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -25,6 +25,16 @@ class Plain:
 
     is_transposed: bool = False
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the disk has output after output, so that matrices of several axes are one of more outputs."""
+        return not self.is_transposed
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The outputs and the columns that are together on disk."""
+        return 1, 1
+
     def disk_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape on disk of an array that has ``shape`` here."""
         *lead, rows, columns = shape
@@ -74,6 +84,19 @@ class Words:
     order: tuple[int, ...] = ()
     less: int = 0
     is_zero: bool = False
+
+    @property
+    def has_rows(self) -> bool:
+        """See `Plain`."""
+        return not (self.is_transposed or self.of_outputs)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """See `Plain`."""
+        each = 32 // self.bits
+        # Four bits that stay codes are two a column.
+        halves = 2 if self.bits == 4 and not self.is_zero else 1
+        return (each, 1) if self.of_outputs else (1, each // halves)
 
     def disk_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """See `Plain`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_jax.cluster.replica import ReplicaServer
 from dflash_jax.errors import EngineError
-from dflash_jax.parallel.group import end_process
+from dflash_jax.process import end_process
 from dflash_jax.server import transport
 from dflash_jax.server.launch import load, set_logging
 

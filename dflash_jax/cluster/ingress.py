@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from dflash_jax.cluster.front_process import Engines, words_of
 from dflash_jax.cluster.link import tls_of
-from dflash_jax.parallel.group import end_process
+from dflash_jax.process import end_process
 from dflash_jax.server.launch import check_extra, set_logging
 from dflash_jax.server.supervisor import Supervisor
 

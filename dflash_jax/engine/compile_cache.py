@@ -1,7 +1,10 @@
 """The directory in which XLA keeps compiled programs between runs."""
 
 import os
+import queue
+import secrets
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +14,8 @@ from dflash_jax.user_cache import is_private, report_once, report_unwritable, us
 
 # Roughly the size of a compiled program: a directory without room for it counts as full.
 PROBE_BYTES = 2**20
+# Seconds in which a storage must answer.
+STORAGE_S = 30.0
 
 
 def enable_disk_cache() -> None:
@@ -26,8 +31,11 @@ def enable_disk_cache() -> None:
             return
     directory = jax.config.values["jax_compilation_cache_dir"]
     is_read, reason = True, None
-    # JAX itself handles other kinds of storage (gs://…).
-    if directory is not None and "://" not in directory:
+    if directory is not None and "://" in directory:
+        is_read, reason = _of_storage(directory)
+        if reason is not None:
+            report_unwritable(directory, reason)
+    elif directory is not None:
         path, reason = Path(directory), _why_unwritable(Path(directory))
         is_own = "JAX_COMPILATION_CACHE_DIR" not in os.environ and path == user_cache() / "xla"
         is_read = path.is_dir()
@@ -50,6 +58,38 @@ def cache_directory() -> Path | None:
     if directory is None or "://" in directory or not jax.config.values["jax_enable_compilation_cache"]:
         return None
     return Path(directory)
+
+
+@cache
+def _of_storage(directory: str) -> tuple[bool, str | None]:
+    """Whether programs can be read from a directory of a storage such as gs://, and why they cannot be written there.
+
+    JAX would raise an error or a warning for the first program only, in the middle of it.
+    """
+    answers: queue.SimpleQueue[tuple[bool, str | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        can_read = False
+        try:
+            # What JAX takes, too.
+            from etils import epath
+
+            path = epath.Path(directory)
+            path.mkdir(parents=True, exist_ok=True)
+            can_read = True
+            probe = path / f"probe-{secrets.token_hex(8)}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except Exception as e:
+            answers.put((can_read, f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"))
+        else:
+            answers.put((True, None))
+
+    threading.Thread(target=ask, name="compile cache", daemon=True).start()
+    try:
+        return answers.get(timeout=STORAGE_S)
+    except queue.Empty:
+        return False, f"no answer in {STORAGE_S:g} s"
 
 
 @cache

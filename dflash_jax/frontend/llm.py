@@ -127,7 +127,7 @@ class LLM(Generation):
             enable_disk_cache()
             allow_pinned_memory()
             # From here on, a process that ends is noticed.
-            self._group, self._leader = joined(free := free_memory()), None
+            self._group, self._leader = joined(free := free_memory(), given.shared()), None
             # Raises where there are too few devices.
             given.layout.mesh()
             checkpoint = Checkpoint.read(given)

@@ -20,6 +20,12 @@ TINY = Path(__file__).parents[1] / "assets" / "tiny"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # Characters of a path, and of any other word but a template.
 MAX_PATH = 4096
+# What all processes of one model need alike: it makes the programs and the weights. Paths may differ.
+SHARED = (
+    "revision", "draft_revision", "hf_overrides", "dtype", "quantize", "kv_cache_dtype", "activations", "mesh",
+    "decode_context_parallel_size", "kernels", "max_block_size", "draft_window_size", "draft_sink_size",
+    "language_model_only",
+)  # fmt: skip
 # A drafter's directory or repo, "mtp", "auto", or an object.
 Draft = str | Path | Drafting
 
@@ -82,6 +88,11 @@ class LLMConfig(LLMOptions):
         if self.draft is None:
             return ()
         return (self.draft,) if isinstance(self.draft, Draft) else tuple(self.draft)
+
+    def shared(self) -> dict[str, str]:
+        """The values of `SHARED`, as text."""
+        drafts = [each for each in self.drafts if each in ("auto", "mtp")] or f"{len(self.drafts)} named"
+        return {name: str(getattr(self, name)) for name in SHARED} | {"draft": str(drafts)}
 
     @property
     def layout(self) -> Layout:

@@ -133,8 +133,11 @@ def set_platform(platform: str | None) -> str:
     """Chooses the platform, and returns a description of its first device."""
     import jax
 
+    from dflash_jax.parallel.distributed import check_whole
+
     if platform:
         jax.config.update("jax_platforms", platform)
+    check_whole()
     try:
         device = jax.devices(platform)[0]
     except (RuntimeError, AssertionError) as e:

@@ -2,17 +2,56 @@
 
 import os
 import re
+import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from dflash_jax import progress
 from dflash_jax.errors import InputError
+from dflash_jax.process import end_process
 
 # Bytes that `broadcast` sends.
 MOST_BYTES = 4096
-# The coordinator's port in a LeaderWorkerSet, whose pods have addresses of their own.
-LWS_PORT = 8476
+# The coordinator's port where nothing names one: JAX's on a TPU slice, whose driver has others for itself.
+PORT = 8482
+# Seconds in which all processes must be there. JAX alone would abort without a name.
+START_S = 300.0
+# Flags of compilers: programs of processes with others may wait for one another for ever.
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def slice_hosts() -> list[str]:
+    """The hosts of this host's TPU slice, in order, as GKE tells them; none elsewhere."""
+    names = os.environ.get("TPU_PROCESS_ADDRESSES", os.environ.get("TPU_WORKER_HOSTNAMES", ""))
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def check_whole() -> None:
+    """Raises InputError in a process by itself on one host of a TPU slice, whose driver waits for the others."""
+    import jax
+
+    hosts, platforms = slice_hosts(), jax.config.values["jax_platforms"]
+    if len(hosts) > 1 and platforms != "cpu" and not jax.distributed.is_initialized():
+        raise InputError(
+            f"this is host {os.environ.get('TPU_WORKER_ID', '?')} of the {len(hosts)} of a TPU slice: start the same "
+            f"command with --distributed on each; for the devices of this host alone set "
+            f"TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0"
+        )
+
+
+def build() -> dict[str, str]:
+    """What decides, beside the arguments, which programs this process compiles."""
+    # The package itself imports the frontend, which this layer may not.
+    found = {"dflash_jax": sys.modules[__name__.partition(".")[0]].__version__}
+    for name in ("jax", "jaxlib", "libtpu"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found | {name: os.environ[name] for name in FLAGS if os.environ.get(name)}
 
 
 def start() -> None:
@@ -32,24 +71,89 @@ def start() -> None:
     # Collectives of several programs in flight wait for one another on a CPU's few threads, for ever in the worst case.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if "LWS_LEADER_ADDRESS" in os.environ:
-        os.environ.setdefault("JAX_COORDINATOR_ADDRESS", f"{os.environ['LWS_LEADER_ADDRESS']}:{LWS_PORT}")
+        os.environ.setdefault("JAX_COORDINATOR_ADDRESS", f"{os.environ['LWS_LEADER_ADDRESS']}:{PORT}")
         for name, given in (("JAX_NUM_PROCESSES", "LWS_GROUP_SIZE"), ("JAX_PROCESS_ID", "LWS_WORKER_INDEX")):
             os.environ.setdefault(name, os.environ.get(given, ""))
     try:
         num_processes, process_id = _count("JAX_NUM_PROCESSES"), _count("JAX_PROCESS_ID")
         # Without a list, JAX gives each process of Slurm and Open MPI one device. An empty list restricts nothing.
         has_all = "JAX_LOCAL_DEVICE_IDS" not in os.environ and _is_alone_on_host()
-        jax.distributed.initialize(
-            num_processes=num_processes, process_id=process_id, local_device_ids=[] if has_all else None
-        )
+        with _watched():
+            jax.distributed.initialize(
+                num_processes=num_processes,
+                process_id=process_id,
+                local_device_ids=[] if has_all else None,
+                initialization_timeout=int(START_S) + 60,
+            )
         if not is_first():
             progress.disable()
-    except (ValueError, RuntimeError) as e:
+    except (ValueError, RuntimeError, OSError) as e:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise InputError(
             f"--distributed: no cluster is recognised here ({reason}); set JAX_COORDINATOR_ADDRESS=host:port, "
             f"JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave it out"
         ) from None
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Ends the process with one line where the block takes longer than `START_S`."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        if not is_over.wait(START_S):
+            end_process(f"--distributed: not all processes are there after {START_S:g} s: {_who_is_missing()}")
+
+    threading.Thread(target=watch, name="start", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _who_is_missing() -> str:
+    """What this process knows of the others, in words: by the environment, and by connections."""
+    same, hosts = "the same command has to run on every host", slice_hosts()
+    port = os.environ.get("JAX_COORDINATOR_PORT", PORT)
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", f"{hosts[0].partition(':')[0]}:{port}" if hosts else "")
+    index = os.environ.get("JAX_PROCESS_ID", os.environ.get("TPU_WORKER_ID", ""))
+    if not coordinator or not index:
+        return same
+    host, _, port = coordinator.rpartition(":")
+    if index != "0":
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 5).close()
+        except OSError as e:
+            return f"process {index} finds no first process at {coordinator} ({e.strerror or e}); {same}"
+        return f"process {index} waits at {coordinator} for others; {same}"
+    there = _connected(int(port))
+    those = f"connections to {coordinator} are from {', '.join(sorted(there)) or 'nowhere'}"
+    absent = [f"process {i} ({name})" for i, name in enumerate(hosts) if i and not there & _addresses(name)]
+    missing = f"missing are {', '.join(absent)}; " if absent else ""
+    return f"{missing}{those}; {same}"
+
+
+def _addresses(host: str) -> set[str]:
+    """The addresses of a host."""
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host.partition(":")[0], None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
+def _connected(port: int) -> set[str]:
+    """The other hosts that have connections to a port of this one, by Linux's tables."""
+    found = set()
+    for path, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
+        with suppress(OSError):
+            for line in Path(path).read_text().splitlines()[1:]:
+                _, local, remote, state, *_ = line.split()
+                if state == "01" and int(local.rpartition(":")[2], 16) == port:
+                    # Words of the machine's byte order.
+                    words = re.findall("." * 8, remote.rpartition(":")[0])
+                    data = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+                    found.add(socket.inet_ntop(family, data).removeprefix("::ffff:"))
+    return found
 
 
 def _is_alone_on_host() -> bool:

@@ -7,19 +7,20 @@ lost one never returns. A process that dies closes its connections at once.
 
 import atexit
 import json
-import os
 import queue
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import BinaryIO, NoReturn
 
 from dflash_jax.errors import EngineError
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.handshake import NONCE, SILENCE_S, Listener, connect, own_addresses
+from dflash_jax.process import end_process
 
 # Seconds in which a process that fails, or that another one leaves, may learn the cause or end by itself.
 GRACE_S = 2.0
@@ -29,22 +30,6 @@ MAX_CALL, MAX_ANSWER = 2**30, 2**12
 _HEADER = struct.Struct("!IB")
 
 CALL, END, LEAVE, FAIL = range(4)
-
-
-def end_process(line: str) -> NoReturn:
-    """Ends the process at once, whatever its threads and devices wait for: one line, and exit code 1."""
-
-    def write() -> None:
-        with suppress(OSError):
-            os.write(2, f"error: {line}\n".encode())
-
-    try:
-        # A full pipe that is not read blocks the thread, not the end.
-        writer = threading.Thread(target=write, name="last line", daemon=True)
-        writer.start()
-        writer.join(GRACE_S)
-    finally:
-        os._exit(1)
 
 
 class _Link:
@@ -205,6 +190,24 @@ class Group:
         """Whether this process cannot go on without the others: while it loads the model, and in a turn."""
         return self._over < (self._entered if self._is_loaded else max(self._entered, 1))
 
+    def agree(self, about: Mapping[str, str]) -> None:
+        """Compares what must be the same in all processes. Where it differs, all end, and say in what.
+
+        Args:
+            about: Names of things, and what this process has.
+        """
+        if self.leads:
+            self.send(json.dumps(dict(about)).encode())
+            return
+        theirs = json.loads(self.next() or b"{}")
+        differing = [
+            f"its {name} is {about.get(name, 'not set')}, the leader's is {theirs.get(name, 'not set')}"
+            for name in {**theirs, **about}
+            if about.get(name) != theirs.get(name)
+        ]
+        if differing:
+            self.fail(f"{'; '.join(differing)} (all processes need the same command and versions)")
+
     def loaded(self) -> None:
         """Tells that this process has loaded the model, which it does together with the others."""
         self._is_loaded = True
@@ -283,21 +286,26 @@ def _join(index: int, count: int, free: int) -> Group:
 _joined: list[Group] = []
 
 
-def joined(free_memory: int) -> Group | None:
+def joined(free_memory: int, about: Mapping[str, str] = MappingProxyType({})) -> Group | None:
     """The group of this process, connected at the first call; None where it is the only process.
 
     Every process must call it before it waits for another one.
 
     Args:
         free_memory: Bytes of this host's memory that are free.
+        about: As of `Group.agree`, beside versions and compilers' flags.
 
     Raises:
+        InputError: This process is not started with the others of its TPU slice.
         EngineError: The processes do not reach each other.
     """
     import jax
 
+    distributed.check_whole()
     if jax.process_count() == 1:
         return None
     if not _joined:
-        _joined.append(_join(jax.process_index(), jax.process_count(), free_memory))
+        group = _join(jax.process_index(), jax.process_count(), free_memory)
+        group.agree({**distributed.build(), **about})
+        _joined.append(group)
     return _joined[0]

@@ -343,6 +343,20 @@ def parameter_specs(module, is_leaf: Callable | None = None) -> list[PartitionSp
     return [spec(*cuts) for cuts in parameter_attribute(module, "shardings", (), is_leaf)]
 
 
-def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """An array of the host's on the mesh, each device (of several hosts) given its part only."""
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+def place(array: Any, sharding: Sharding) -> jax.Array:
+    """An array of the host's on the mesh, each device (of several hosts) given its part only.
+
+    Args:
+        array: A NumPy array, or what has a shape and a dtype and gives parts by an index, each of which is asked once.
+        sharding: Its sharding.
+    """
+    parts: dict[tuple, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        key = tuple((s.start, s.stop) for s in index)
+        if key not in parts:
+            parts[key] = array[index]
+        return parts[key]
+
+    return jax.make_array_from_callback(array.shape, sharding, part)

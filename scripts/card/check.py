@@ -1,8 +1,10 @@
-"""Checks and measures everything on a machine with an NVIDIA card, in one command.
+"""Checks and measures everything on a machine with an NVIDIA card or TPUs, in one command.
 
     python scripts/card/check.py --minutes 30 --out card-check
     python scripts/card/check.py --minutes 10 --resume card-check/report.json     # goes on where that one stopped
+    python scripts/card/check.py --platform tpu --minutes 45                      # and so on, by --resume
     python scripts/card/check.py --platform cpu --minutes 10                      # as far as a CPU goes, interpreted
+    python scripts/card/check.py --platform cpu --as tpu --minutes 10             # the same for a TPU
 
 From a checkout that is not installed: PYTHONPATH=. python scripts/card/check.py --minutes 30
 
@@ -13,6 +15,10 @@ to the fourth is compilation: --workers processes share their cases, and the car
 and counts as failed; one that takes too long is timed out, and failed if the next command's second try is too. The
 others go on. The report is written after each case: report.json and report.md, beside log.txt and the ruler's traces,
 at most 8 files in all.
+
+On TPUs every implementation of an operation that a TPU takes is compared with its definition on the host's processor:
+what is chosen first, then Pallas' kernels, which no TPU has run. Then come tokens, on one device and on all of the
+host, and the ruler. One process has the TPUs at a time. On a host of a larger slice set TPU_WORKER_HOSTNAMES=localhost.
 
 Exit code: 0 where all that can run here is exact, 1 where something is not or nothing of a stage is, 3 where time ran
 out before or a case timed out (--resume goes on), 2 for a wrong option. A command ends within its minutes; a CPU has
@@ -61,9 +67,9 @@ ENDING_S = 10
 LOG_BYTES = 2**20
 
 
-def fresh(platform: str, card: str) -> dict:
+def fresh(platform: str, card: str, kind: str = "cuda") -> dict:
     """A record of nothing yet."""
-    return {"about": {"platform": platform, "card": card, "commands": []}, "stages": {}}
+    return {"about": {"platform": platform, "kind": kind, "card": card, "commands": []}, "stages": {}}
 
 
 @dataclass
@@ -269,15 +275,15 @@ def shorten_log(path: Path) -> None:
         path.write_bytes(text[-LOG_BYTES // 2 :])
 
 
-def environment_of(stage: str, platform: str, installed: str | None, workers: int) -> dict:
+def environment_of(stage: str, platform: str, installed: str | None, workers: int, kind: str = "cuda") -> dict:
     """The environment of a stage's processes, ``workers`` at a time."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(ROOT), environment.get("PYTHONPATH"))))
-    environment |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
+    environment |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else f"{platform},cpu"}
     if platform == "cuda" and workers > 1:
         # They share the card's memory, and give it back.
         environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    if platform == "cpu" and stage in card_stages.INTERPRETED:
+    if platform == "cpu" and kind == "cuda" and stage in card_stages.INTERPRETED:
         environment["TRITON_INTERPRET"] = "1"
     if platform == "cpu" and stage in ("kernels", "tokens", "ruler"):
         # Compilation takes longer than what it compiles.
@@ -289,7 +295,8 @@ def environment_of(stage: str, platform: str, installed: str | None, workers: in
 
 def exit_code(record: dict) -> int:
     """From exactness (module docstring)."""
-    stages = [record["stages"].get(name, {"state": "not begun", "cases": {}}) for name in EXACT]
+    exact = [name for name in EXACT if name in card_stages.STAGES_OF[record["about"].get("kind", "cuda")]]
+    stages = [record["stages"].get(name, {"state": "not begun", "cases": {}}) for name in exact]
     if any("failed" in stage["state"] for stage in stages):
         return 1
     if any(case["status"] == "failed" for stage in stages for case in stage["cases"].values()):
@@ -308,20 +315,24 @@ def opened(args) -> Report:
         ValueError: The report is of another kind or card, or a new one would replace another.
     """
     card = ""
-    if args.platform == "cuda":
+    if args.platform != "cpu":
         try:
-            card = "{name}, driver {driver_version}".format_map(card_stages.smi("name,driver_version"))
+            if args.platform == "tpu":
+                card = card_stages.described_tpus()
+            else:
+                card = "{name}, driver {driver_version}".format_map(card_stages.smi("name,driver_version"))
         except (card_stages.NotRunError, subprocess.SubprocessError) as e:
             card = f"unknown ({e})"
     if args.resume is None:
-        report = Report(args.out or Path("card-check"), fresh(args.platform, card))
+        report = Report(args.out or Path("card-check"), fresh(args.platform, card, args.kind))
         if (report.out / "report.json").exists():
             raise ValueError(f"{report.out} has a report: --resume goes on with it, --out takes another directory")
         return report
     record = json.loads(args.resume.read_text(encoding="utf-8"))
     about = record.get("about", {}) if isinstance(record, dict) else {}
-    if (about.get("platform"), about.get("card")) != (args.platform, card):
-        raise ValueError(f"{args.resume} is no report of --platform {args.platform}{f', {card}' if card else ''}")
+    if (about.get("platform"), about.get("kind", "cuda"), about.get("card")) != (args.platform, args.kind, card):
+        what = f"{args.platform}{f' --as {args.kind}' * (args.platform == 'cpu')}{f', {card}' if card else ''}"
+        raise ValueError(f"{args.resume} is no report of --platform {what}")
     report = Report(args.out or args.resume.parent, record)
     report.out.mkdir(parents=True, exist_ok=True)
     # What the ruler has traced goes along.
@@ -340,23 +351,25 @@ def run(args) -> int:
     if args.workers is None:
         # As `engine.round_costs.processors`, which would import JAX here: this process holds no device.
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        args.workers = 1 if args.platform == "cpu" else max(1, min(8, processors // 2))
+        args.workers = 1 if args.platform != "cuda" else max(1, min(8, processors // 2))
     installed, refused = install(args.wheels) if args.wheels else (None, {})
     started = {"at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "minutes": args.minutes}
     report.record["about"]["commands"].append(started | ({"wheels not installed": refused} if refused else {}))
     report.save()
     end = began + seconds - RESERVE_S
     for name, (share, limit) in STAGES.items():
+        if name not in card_stages.STAGES_OF[args.kind]:
+            continue
         if report.stage(name)["state"] == "finished":
             continue
         until = min(end, time.monotonic() + share * seconds)
         if until <= time.monotonic():
             break
-        command = [sys.executable, "-m", STAGE, name, "--platform", args.platform]
+        command = [sys.executable, "-m", STAGE, name, "--platform", args.platform, "--kind", args.kind]
         command += ["--out", str(report.out.resolve())]
         limits = limit * slower, min(limit * slower, share * seconds / 2)
         workers = args.workers if name in SHARED else 1
-        environment = environment_of(name, args.platform, installed, workers)
+        environment = environment_of(name, args.platform, installed, workers, args.kind)
         run_stage(report, name, command, environment, until, limits, workers)
         shorten_log(report.out / "log.txt")
         print(f"{name}: {card_report.summary(report.stage(name))}", file=sys.stderr, flush=True)
@@ -373,10 +386,12 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--minutes", type=int, choices=[10, 30, 45], default=30, help="of this command; default: %(default)s"
     )
-    p.add_argument("--platform", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
+    p.add_argument("--platform", choices=[*card_stages.STAGES_OF, "cpu"], default="cuda", help="default: %(default)s")
+    text = "what a CPU stands for; default: %(default)s"
+    p.add_argument("--as", choices=card_stages.STAGES_OF, default="cuda", dest="kind", help=text)
     p.add_argument("--resume", type=Path, metavar="REPORT", help="goes on with a report.json")
     p.add_argument("--wheels", type=Path, metavar="DIR", help="installs the wheels of a folder for this check alone")
-    text = "processes that share the cases of a stage; default: one on a CPU, else half of the processors, at most 8"
+    text = "processes that share the cases of a stage; default: on a card half of the processors, at most 8; else one"
     p.add_argument("--workers", type=int, choices=range(1, 65), metavar="N", help=text)
     p.add_argument("--out", type=Path, metavar="DIR", help="default: that of --resume, or card-check")
     return p
@@ -385,6 +400,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     args = make_parser().parse_args(argv)
+    args.kind = args.kind if args.platform == "cpu" else args.platform
+    if args.platform == "tpu":
+        # One process has them.
+        args.workers = 1
     try:
         return run(args)
     except (OSError, ValueError) as e:

@@ -409,6 +409,8 @@ def test_convert_command_on_a_full_disk_ends_with_an_error(llama, tmp_path):
             'ulimit -f 100; exec "$@"',
             "sh",
             sys.executable,
+            # Python would write what it compiles of modules, cut off, too.
+            "-B",
             CONVERT / "gguf_to_hf.py",
             llama,
             tmp_path / "hf",

@@ -154,7 +154,9 @@ def test_killed_at_any_moment(source, converted, tmp_path):
 @pytest.mark.parametrize("name", ["hf_to_orbax", "orbax_to_hf"])
 def test_full_disk_is_reported_and_leaves_no_loadable_checkpoint(name, source, converted, tmp_path):
     """One line, and what is there does not look whole. A limit on file sizes stands for a full disk."""
-    command = [sys.executable, str(ROOT / f"convert/{name}.py"), str(source if name == "hf_to_orbax" else converted)]
+    # -B: Python would write what it compiles of modules, cut off, too.
+    command = [sys.executable, "-B", str(ROOT / f"convert/{name}.py")]
+    command.append(str(source if name == "hf_to_orbax" else converted))
     limited = ["bash", "-c", 'ulimit -f 20; exec "$@"', "_", *command, str(tmp_path / "to")]
     done = subprocess.run(limited, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr

@@ -164,13 +164,14 @@ def read_one(tensors: dict[str, np.ndarray], shape: tuple[int, int], form: dict)
     entry, files = same("x", shape, "x.weight"), Few(tensors)
     parts = quantized.stored_of(entry, files, quantization.read({"quantization_config": form}, TINY))
     assert not [problem for part in parts for problem in part.problems(files)]
-    arrays = quantized.read(entry, parts, files)
+    arrays = {name: np.asarray(array) for name, array in quantized.read(entry, parts, files).items()}
     places = {part.name: part for part in parts[0].parts}
     for tensor, array in quantized.write(entry, parts, arrays):
         again = quantized.on_disk(places[tensor.name], array, files.dtype(tensor.name))
         assert again.tobytes() == tensors[tensor.name].tobytes(), tensor.name
     assert places.keys() | {part.name for part in parts[0].constants.values()} == tensors.keys()
-    return QuantizedWeight.of(quantized.without_divisor(arrays, is_exact=False))
+    found = quantized.without_divisor(arrays, is_exact=False)
+    return QuantizedWeight.of({name: np.asarray(array) for name, array in found.items()})
 
 
 def column(word: int) -> np.ndarray:
@@ -281,7 +282,7 @@ def test_parameters_may_be_rows_of_one_tensor(form):
     for tensor in rows_of("x.weight", (12, 3, 33), 64):
         entry = Entry("q", tensor.shape, (tensor,))
         parts = quantized.stored_of(entry, files, found)
-        arrays = quantized.read(entry, parts, files)
+        arrays = {name: np.asarray(array) for name, array in quantized.read(entry, parts, files).items()}
         rows = slice(tensor.first, tensor.first + tensor.shape[0])
         np.testing.assert_array_equal(QuantizedWeight.of(arrays).dense(np.float32), expected[rows])
         written += quantized.write(entry, parts, arrays)

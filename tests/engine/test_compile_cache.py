@@ -2,11 +2,13 @@
 
 import os
 import stat
+import threading
 
 import jax
 import pytest
 
 from dflash_jax import user_cache
+from dflash_jax.engine import compile_cache
 from dflash_jax.engine.compile_cache import enable_disk_cache
 
 NAMES = (
@@ -77,3 +79,41 @@ def test_whose_files_are_trusted(tmp_path, monkeypatch):
     assert all(user_cache.is_private(status(uid, 0o755)) for uid in (0, 1000))
     assert not user_cache.is_private(status(1001, 0o700))
     assert not any(user_cache.is_private(status(1000, mode)) for mode in (0o720, 0o702, 0o777))
+
+
+@pytest.mark.parametrize(
+    ("directory", "says"),
+    [
+        # Of no storage that JAX knows; of one whose package is not here.
+        ("nostorage://bucket/x", "KeyError"),
+        ("s3://bucket/x", "s3fs"),
+    ],
+)
+def test_a_storage_that_is_not_there_is_one_line(directory, says, cache, caplog, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", directory)
+    jax.config.update("jax_compilation_cache_dir", directory)
+    assert [is_used(), is_used()] == [False, False]
+    (line,) = caplog.messages
+    assert line.startswith(f"compiled programs are not kept: {directory}: ")
+    assert says in line
+    assert jax.jit(lambda x: x + 1)(1) == 2
+
+
+def test_a_storage_that_does_not_answer_is_one_line(cache, caplog, monkeypatch):
+    waits = threading.Event()
+    monkeypatch.setattr("etils.epath.Path", lambda _: waits.wait())
+    monkeypatch.setattr(compile_cache, "STORAGE_S", 0.1)
+    jax.config.update("jax_compilation_cache_dir", "gs://silent/x")
+    assert not is_used()
+    waits.set()
+    assert caplog.messages == ["compiled programs are not kept: gs://silent/x: no answer in 0.1 s"]
+
+
+def test_a_storage_that_others_write_is_read(cache, caplog, monkeypatch, tmp_path):
+    """Its directories have no modes of this machine's; what cannot be written there is read all the same."""
+    made = type("Stored", (type(tmp_path),), {"write_bytes": lambda *_: (_ for _ in ()).throw(PermissionError("no"))})
+    monkeypatch.setattr("etils.epath.Path", lambda _: made(tmp_path / "stored"))
+    jax.config.update("jax_compilation_cache_dir", "gs://read-only/x")
+    assert is_used()
+    assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == float("inf")
+    assert caplog.messages == ["compiled programs are not kept: gs://read-only/x: PermissionError: no"]

@@ -21,6 +21,8 @@ def calls(monkeypatch):
     calls = []
 
     def initialize(**options):
+        # Later than the line of this package.
+        assert options.pop("initialization_timeout") > distributed.START_S
         given = {name: value for name, value in options.items() if value is not None}
         calls.append(given | {"address": os.environ.get("JAX_COORDINATOR_ADDRESS")})
 
@@ -37,7 +39,7 @@ def test_a_leader_worker_set_names_the_processes(calls, monkeypatch):
     for name, value in OF_A_SET.items():
         monkeypatch.setenv(name, value)
     distributed.start()
-    assert calls == [{"num_processes": 4, "process_id": 2, "address": "dflash-0.dflash.default:8476"}]
+    assert calls == [{"num_processes": 4, "process_id": 2, "address": "dflash-0.dflash.default:8482"}]
 
 
 def test_variables_of_jax_win(calls, monkeypatch):
@@ -107,6 +109,73 @@ def test_a_flag_of_any_process_is_seen_by_all_at_the_same_step():
     ]
     said = [process.communicate()[0] for process in processes]
     assert ["stopped at 3" in text for text in said] == [True, True], said
+
+
+SLICE = {"TPU_WORKER_HOSTNAMES": "w-0.x,w-1.x", "TPU_WORKER_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_refused"),
+    [
+        (SLICE, True),
+        (SLICE | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_PROCESS_ADDRESSES": "w-0.x:8476,w-1.x:8476"}, True),
+        (SLICE | {"JAX_PLATFORMS": "cpu"}, False),
+        ({}, False),
+    ],
+)
+def test_one_host_of_a_slice_alone_is_refused(monkeypatch, environment, is_refused):
+    """Its driver would wait for the others for ever."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        jax, "config", SimpleNamespace(values={"jax_platforms": environment.get("JAX_PLATFORMS")}, update=None)
+    )
+    if not is_refused:
+        distributed.check_whole()
+        return
+    with pytest.raises(InputError, match="of the 2 of a TPU slice: start the same command with --distributed on each"):
+        distributed.check_whole()
+
+
+STARTS = "from dflash_jax.parallel import distributed; distributed.START_S = 2; distributed.start()"
+
+
+@pytest.mark.parametrize(
+    ("index", "hosts", "says"),
+    [
+        (0, "127.0.0.1,127.0.0.2,127.0.0.3", "missing are process 1 (127.0.0.2), process 2 (127.0.0.3); "),
+        (0, "", "connections to 127.0.0.1:{port} are from 127.0.0.1; "),
+        (2, "", "process 2 finds no first process at 127.0.0.1:{port} (Connection refused); "),
+    ],
+    ids=["the leader of a slice", "a leader", "a follower"],
+)
+def test_processes_that_do_not_come_are_named(index, hosts, says):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "3",
+        "JAX_PROCESS_ID": str(index),
+        "TPU_WORKER_HOSTNAMES": hosts,
+    }
+    done = subprocess.run([sys.executable, "-c", STARTS], env=environment, capture_output=True, text=True)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: --distributed: ")]
+    assert says.format(port=port) in line
+    assert "after 2 s" in line
+    assert done.returncode == 1
+
+
+def test_connections_of_other_hosts_are_found():
+    """Of both families, of which one has the other's addresses too."""
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        port = server.getsockname()[1]
+        assert distributed._connected(port) == set()
+        with socket.create_connection(("127.0.0.1", port)):
+            assert distributed._connected(port) == {"127.0.0.1"}
 
 
 def test_a_process_alone_has_its_flag_as_it_is_when_asked():

@@ -77,6 +77,27 @@ def test_followers_are_let_in_and_calls_arrive_in_order(opening):
         one.close()
 
 
+def test_processes_that_differ_end_with_what_differs():
+    with pair() as ((leader, follower), ends):
+        leader.agree({"mesh": "tensor=4", "jax": "1", "kernels": "auto"})
+        with pytest.raises(Ended):
+            follower.agree({"mesh": "tensor=2", "jax": "1", "libtpu": "3"})
+        said = "its mesh is tensor=2, the leader's is tensor=4; its kernels is not set, the leader's is auto; "
+        said += "its libtpu is 3, the leader's is not set (all processes need the same command and versions)"
+        assert ends[1].lines == [f"process 1 of 2 failed: {said}"]
+        assert ends[0].wait() == f"process 1 of 2 failed: {said}: so does this process"
+
+
+def test_processes_that_agree_go_on():
+    with pair(3) as ((leader, *followers), ends):
+        leader.agree({"mesh": "tensor=4"})
+        leader.send(b"a call")
+        for follower in followers:
+            follower.agree({"mesh": "tensor=4"})
+            assert follower.next() == b"a call"
+        assert not any(each.lines for each in ends)
+
+
 @pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
 def test_a_lost_connection_ends_the_other_side(who):
     with pair() as (groups, ends):
@@ -189,8 +210,8 @@ def test_only_the_first_reason_ends_the_process():
 def test_a_full_pipe_does_not_keep_a_process():
     """Nothing reads its stderr."""
     code = (
-        "import os, fcntl; from dflash_jax.parallel import group; group.GRACE_S = 0.1\n"
-        "fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 4096); os.write(2, bytes(4096)); group.end_process('x')"
+        "import os, fcntl; from dflash_jax import process; process.LINE_S = 0.1\n"
+        "fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 4096); os.write(2, bytes(4096)); process.end_process('x')"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
         assert process.wait(600) == 1

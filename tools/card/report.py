@@ -5,7 +5,7 @@ from collections import Counter
 TITLES = {
     "machine": "The machine",
     "build": "Kernels built and launched at the shapes of three systems",
-    "kernels": "Kernels against their definitions",
+    "kernels": "Kernels and other implementations against their definitions",
     "tokens": "Tokens",
     "large": "Kernels on large arrays, and under compute-sanitizer",
     "ruler": "The ruler",
@@ -21,6 +21,16 @@ NOTES = {
     "Tokens are compared with those of plain decoding: in float32 without kernels, where a tie (a margin below 1e-4) "
     "counts as equal in one of eight requests; in bfloat16 with `--reproducible` and the same kernels, where no tie is "
     "allowed. Kernels all: those that no card has run, too, launched in joined calls.",
+    "kernels on tpu": "What each operation takes on a TPU, then Pallas' kernels, which no TPU has run, then the other "
+    "implementations in the operations' lists. Each runs twice, and with its rows in another order and beside other "
+    "rows, which must give equal bits; of experts in the reproducible mode alone, of the others it is only asked. Its "
+    "distance from the definition in float64 on the host's processor may be three times that of the definition in the "
+    "same dtype there, and a few roundings.",
+    "tokens on tpu": "Random models with heads of the sizes of Qwen3.6-35B-A3B's, and a drafter that knows half of the "
+    "text. In float32 tokens are those of plain decoding without Pallas' kernels on one device, whatever the draft "
+    "length, alone and together, on one device and on all of the host; a tie (a margin below 1e-4) counts as equal in "
+    "one of eight requests. In bfloat16 they are those of plain decoding with `--reproducible`, the same kernels and "
+    "the same devices.",
     "ruler on cpu": "`scripts/bench/decode.py` on the shapes of the bundled pair: it shows that the ruler runs.",
     "ruler": "`scripts/bench/decode.py`, with random weights; tokens are sent to as many experts of a layer as evenly "
     "used routers choose.",
@@ -114,9 +124,16 @@ def page(record: dict) -> str:
     """The page in Markdown, with measured things only."""
     stages, about = record["stages"], record["about"]
     described = stages.get("machine", {}).get("cases", {}).get("device and versions", {})
-    lines = ["# A check on a card" if about["platform"] == "cuda" else "# A check without a card, interpreted", ""]
+    kind = about.get("kind", "cuda")
+    where = {
+        "cuda": "on a card",
+        "tpu": "on TPUs",
+        "cpu": f"without a {'TPU' if kind == 'tpu' else 'card'}, interpreted",
+    }
+    lines = [f"# A check {where[about['platform']]}", ""]
     commands = ", ".join(f"{c['at']} ({c['minutes']} minutes)" for c in about["commands"])
-    lines += [f"`python scripts/card/check.py --platform {about['platform']}`: {commands}."]
+    as_kind = " --as tpu" if (about["platform"], kind) == ("cpu", "tpu") else ""
+    lines += [f"`python scripts/card/check.py --platform {about['platform']}{as_kind}`: {commands}."]
     if about["card"]:
         lines += ["", f"Card: {about['card']}."]
     if described.get("status") == "measured":
@@ -127,7 +144,7 @@ def page(record: dict) -> str:
             lines += [f"- {name}: {cell(why)}" for name, why in refused.items()]
     lines += ["", "| stage | |", "|---|---|", *(f"| {TITLES[n]} | {cell(summary(s))} |" for n, s in stages.items())]
     for name, stage in stages.items():
-        note = NOTES.get(f"{name} on {about['platform']}", NOTES.get(name))
+        note = next(filter(None, (NOTES.get(f"{name} on {on}") for on in (about["platform"], kind))), NOTES.get(name))
         lines += ["", f"## {TITLES[name]}", "", *([note, ""] if note else [])]
         cases = stage["cases"]
         if name in ("machine", "tokens"):

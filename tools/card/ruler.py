@@ -71,8 +71,13 @@ ON_CARD = (
     bfloat16(1, 16, 2048), bfloat16(1, 1, 2048), fp8(1, 16, 2048), fp8(1, 1, 2048), mtp(1, 4, 2048),
     bfloat16(32, 16, 2048), bfloat16(32, 1, 2048), bfloat16(1, 16, 8192), fp8(1, 1, 8192), bfloat16(1, 16, 32768),
 )  # fmt: skip
-# (part, point) of traces.
-TRACES = (("round", ON_CARD[0]), ("round", ON_CARD[5]), ("prefill", ON_CARD[7]))
+# On TPUs, on all devices of the host: where bfloat16 does not fit, as many layers as fit; rounds of 8 and 16, plain.
+ON_TPU = (
+    bfloat16(1, 16, 2048), bfloat16(1, 1, 2048), bfloat16(1, 8, 1024), fp8(1, 16, 2048), fp8(1, 1, 2048),
+    bfloat16(32, 16, 2048), bfloat16(32, 1, 2048), bfloat16(1, 16, 4096), bfloat16(8, 8, 1024), mtp(1, 4, 2048),
+)  # fmt: skip
+# (part, number of the point) of traces.
+TRACES = (("round", 0), ("round", 5), ("prefill", 7))
 # Shapes of the bundled pair, which show that the ruler runs.
 ON_CPU = (bfloat16(1, 4, 64), Place("MTP head, FP8", (*fp8(2, 3, 64).options, *mtp(2, 3, 64).options), 2, 3, 64))
 TRACES_ON_CPU = (("round", ON_CPU[0]), ("prefill", ON_CPU[0]))
@@ -81,13 +86,13 @@ TINY = ROOT / "dflash_jax/assets/tiny"
 TINY_SYSTEM = f'[shapes]\ntarget = "{TINY}/target/config.json"\ndraft = "{TINY}/draft/config.json"\n'
 
 
-def measured(place: Place, kernels: str, on_card: bool, out: Path, trace: tuple[str, str] | None = None) -> dict:
+def measured(place: Place, kernels: str, on_device: bool, out: Path, trace: tuple[str, str] | None = None) -> dict:
     """Runs the ruler: a point with its row, or a trace of it with the names of its kernels.
 
     Args:
         place: The point.
         kernels: One of `TURNS`.
-        on_card: Whether it is measured at full size.
+        on_device: Whether it is measured at full size.
         out: The folder of the check's report, whose bandwidth and rows are taken.
         trace: The part that is traced, and the file that the trace goes to; None: the point is measured.
     """
@@ -96,7 +101,10 @@ def measured(place: Place, kernels: str, on_card: bool, out: Path, trace: tuple[
         record, tiny = Path(folder) / "decode.json", Path(folder) / "tiny.toml"
         tiny.write_text(TINY_SYSTEM)
         command = [sys.executable, str(RULER), *place.arguments(kernels), "--out", str(record.with_suffix(""))]
-        command += CONFIG if on_card else ["--config", str(tiny), "--dtype", "float32"]
+        command += CONFIG if on_device else ["--config", str(tiny), "--dtype", "float32"]
+        # On TPUs all of the host; a card is one device.
+        if (devices := cases("machine", "device and versions").get("devices", 1)) > 1:
+            command += ["--mesh", f"tensor={devices}"]
         if bandwidth := cases("machine", "bandwidth").get("gb_per_s"):
             command += ["--bandwidth", str(bandwidth)]
         if trace is not None:
@@ -135,12 +143,14 @@ def named(place: Place, kernels: str) -> str:
     return f"{place.kind}, {place.where}, kernels {kernels}"
 
 
-def cases(on_card: bool, out: str) -> Iterator[tuple[str, Callable[[], dict]]]:
+def cases(kind: str, on_device: bool, out: str) -> Iterator[tuple[str, Callable[[], dict]]]:
     """(name, case) of the measurements."""
-    for place in ON_CARD if on_card else ON_CPU:
+    places = (ON_TPU if kind == "tpu" else ON_CARD) if on_device else ON_CPU
+    for place in places:
         for kernels in TURNS:
-            yield named(place, kernels), partial(measured, place, kernels, on_card, Path(out))
-    for number, (part, place) in enumerate(TRACES if on_card else TRACES_ON_CPU, 1):
+            yield named(place, kernels), partial(measured, place, kernels, on_device, Path(out))
+    traces = ((part, places[number]) for part, number in TRACES) if on_device else TRACES_ON_CPU
+    for number, (part, place) in enumerate(traces, 1):
         file = f"trace-{number}-{part}.json.gz"
-        run = partial(measured, place, TURNS[0], on_card, Path(out), (part, file))
+        run = partial(measured, place, TURNS[0], on_device, Path(out), (part, file))
         yield f"trace of a {part}, {place.kind}, {place.where}", run

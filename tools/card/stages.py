@@ -24,14 +24,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 Cases = Iterator[tuple[str, Callable[[], dict]]]
 # Packages that the stages import; on a CPU Triton's interpreter takes torch's tensors.
-NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "triton")
-NEEDED_BY = {"cuda": ("jax-triton",), "cpu": ("torch",)}
+NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
+NEEDED_BY = {"cuda": ("triton", "jax-triton"), "tpu": ("libtpu",), "cuda on cpu": ("triton", "torch"), "tpu on cpu": ()}
+# The platforms of devices, each with the stages of a check; the CPU stands for either.
+STAGES_OF = {
+    "cuda": ("machine", "build", "kernels", "tokens", "large", "ruler"),
+    "tpu": ("machine", "kernels", "tokens", "ruler"),
+}
 CARD = "name,driver_version,memory.total,compute_cap,power.limit"
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw"
 
 
 # The reason of a case that failed or was skipped for lack of memory.
-NO_ROOM = "the card has no room for it"
+NO_ROOM = "the device has no room for it"
 
 
 class NotRunError(Exception):
@@ -50,13 +55,18 @@ def smi(fields: str) -> dict:
     return {"status": "measured"} | dict(zip(names, values, strict=True))
 
 
+def on_device(args) -> bool:
+    """Whether there is a device of the kind that is checked; the CPU stands for it otherwise."""
+    return args.platform != "cpu"
+
+
 def machine(args) -> Cases:
     """The machine and its versions."""
     on_card = args.platform == "cuda"
 
     def packages() -> dict:
         versions = {}
-        for name in (*NEEDED, *NEEDED_BY[args.platform]):
+        for name in (*NEEDED, *NEEDED_BY[args.kind if on_device(args) else f"{args.kind} on cpu"]):
             try:
                 versions[name] = version(name)
             except PackageNotFoundError:
@@ -81,7 +91,8 @@ def machine(args) -> Cases:
 
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")
-        return measured(device=device.device_kind, versions=versions(), bytes_for_jax=memory)
+        count = {"devices": len(jax.local_devices())} if args.kind == "tpu" else {}
+        return measured(device=device.device_kind, **count, versions=versions(), bytes_for_jax=memory)
 
     def assemblers() -> dict:
         import jax
@@ -101,12 +112,30 @@ def machine(args) -> Cases:
 
     yield "packages", packages
     yield "device and versions", described
+    if args.kind == "tpu":
+        yield "bandwidth", bandwidth
+        return
     yield "card and driver", lambda: smi(CARD)
     yield "clocks at rest", lambda: smi(CLOCKS)
     yield "assemblers, and the PTX version that Triton is asked for", assemblers
     yield "kernels", kernels_wanted
     yield "bandwidth", bandwidth
     yield "clocks after it", lambda: smi(CLOCKS)
+
+
+def described_tpus() -> str:
+    """The TPUs of this machine, by a process of its own, which gives them back.
+
+    Raises:
+        NotRunError: There are none.
+    """
+    said = subprocess.run(
+        [sys.executable, "-c", "import jax; d = jax.local_devices(); print(len(d), 'x', d[0].device_kind)"],
+        env=os.environ | {"JAX_PLATFORMS": "tpu"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if said.returncode:
+        raise NotRunError((said.stderr.strip().splitlines() or ["JAX finds no TPU"])[-1][:300])
+    return said.stdout.strip().splitlines()[-1]
 
 
 def measured(**figures) -> dict:
@@ -124,11 +153,12 @@ def build(args) -> Cases:
 def kernels(args) -> Cases:
     """Compares each kernel with its definition."""
     from tools.kernels import cases as kernel_cases
-    from tools.kernels.comparisons import REAL, SMALL
+    from tools.kernels.comparisons import REAL, SMALL, SMALL_OF_A_TPU
 
-    on_card = args.platform == "cuda"
-    for i, (name, make) in enumerate(kernel_cases.remaining_first(REAL if on_card else SMALL)):
-        yield name, lambda i=i, make=make: kernel_cases.check(make(kernel_cases.Source(i, on_card)), on_card)
+    is_real, of_kind = on_device(args), {"cuda": kernel_cases.remaining_first, "tpu": kernel_cases.of_a_tpu}[args.kind]
+    sizes = REAL if is_real else {"cuda": SMALL, "tpu": SMALL_OF_A_TPU}[args.kind]
+    for i, (name, make) in enumerate(of_kind(sizes)):
+        yield name, lambda i=i, make=make: kernel_cases.check(make(kernel_cases.Source(i, is_real)), is_real)
 
 
 def large(args) -> Cases:
@@ -186,17 +216,17 @@ def tokens(args) -> Cases:
     """Compares an engine's tokens."""
     from tools.card import tokens as card_tokens
 
-    return card_tokens.cases(args.platform == "cuda")
+    return card_tokens.cases(args.kind, on_device(args))
 
 
 def ruler(args) -> Cases:
     """Measures speed."""
     from tools.card import ruler as card_ruler
 
-    return card_ruler.cases(args.platform == "cuda", args.out)
+    return card_ruler.cases(args.kind, on_device(args), args.out)
 
 
-# Those that Triton's interpreter runs where there is no card.
+# Those that an interpreter runs where there is no device.
 INTERPRETED = ("kernels", "tokens")
 STAGES = {f.__name__: f for f in (machine, build, kernels, tokens, large, ruler, sanitizer)}
 
@@ -265,9 +295,11 @@ def main() -> int:
     """Runs one stage in this process; its results are JSON lines on stdout."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("stage", choices=STAGES)
-    p.add_argument("--platform", choices=["cpu", "cuda"], required=True)
+    p.add_argument("--platform", choices=["cpu", *STAGES_OF], required=True)
+    p.add_argument("--kind", choices=STAGES_OF, default="cuda", help="what a CPU stands for")
     p.add_argument("--out", help="where the ruler's files go")
     args = p.parse_args()
+    args.kind = args.platform if on_device(args) else args.kind
     # Output of libraries is not part of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -288,7 +320,11 @@ def _prepared(args):
         from dflash_jax.engine.compile_cache import enable_disk_cache
 
         enable_disk_cache()
-        if args.platform == "cpu" and args.stage in INTERPRETED:
+        if args.kind == "tpu" and not on_device(args):
+            from jax.experimental.pallas import tpu as pallas
+
+            stack.enter_context(pallas.force_tpu_interpret_mode(pallas.InterpretParams()))
+        elif args.platform == "cpu" and args.stage in INTERPRETED:
             from tools.triton_interpreter import interpreting, small_grids
 
             stack.enter_context(interpreting())

@@ -1,13 +1,15 @@
-"""Every Triton kernel against its definition.
+"""Every Triton kernel, and every implementation of a TPU, against its definition.
 
-Over dtypes, lengths and batches, with permuted rows, rows past the end and NaN where nothing may be read. On a card at
-a published model's sizes, in Triton's interpreter at small ones.
+Over dtypes, lengths and batches, with permuted rows, rows past the end and NaN where nothing may be read. On a device
+at a published model's sizes, interpreted at small ones.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.errors import InputError
+from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.kernels.triton import call
 from dflash_jax.ops.kernels.triton.launch import chained, launch_by_default, launching
 from tools import float64_reference
@@ -25,8 +28,11 @@ from tools.kernels.comparisons import (
     F16,
     F32,
     FP8,
+    SMALL_OF_A_TPU,
     Comparison,
+    NotSupportedError,
     Sizes,
+    Tested,
     attention,
     convolutions,
     delta,
@@ -40,6 +46,7 @@ from tools.kernels.comparisons import (
     replaying,
     rotation,
     tested_card,
+    testing,
     writing,
 )
 
@@ -61,8 +68,8 @@ def check(comparison: Comparison, on_card: bool) -> dict:
         InputError: This machine cannot join launches.
     """
     c = comparison
-    # Interpreted, a kernel runs as it is called.
-    kernel = joined(c) if c.joined else jax.jit(c.kernel) if on_card else c.kernel
+    # Interpreted, a Triton kernel runs as it is called.
+    kernel = joined(c) if c.joined else jax.jit(c.kernel) if on_card or c.on_tpu else c.kernel
     if c.joined and on_card and (reason := call.why_not()):
         raise InputError(f"launches cannot be joined: {reason}")
     rows = next(x for x in jax.tree.leaves(c.args) if x.ndim).shape[0] if not c.in_place else len(c.args[0].rows)
@@ -75,16 +82,26 @@ def check(comparison: Comparison, on_card: bool) -> dict:
     result = run(c.args)
     if not same_bits(result, run(c.args)):
         return failed("two runs gave other bits")
+    if c.asks:
+        companies = {"in another order": order, **_companies(rows), **_fewer(rows)}
+        same = {name: same_bits([x[o] for x in result], run(c.permuted(c.args, o))) for name, o in companies.items()}
+        return {"status": "measured"} | {f"the same bits {name}": "yes" if one else "no" for name, one in same.items()}
     if c.joined:
         if f"{call.launch_p.name}[" not in str(jax.make_jaxpr(kernel)(*c.args)):
             return failed("there is no call of joined launches")
         # A function of its own: JAX would take what it has traced of the kernel, with other launches.
         if not same_bits(result, run(c.args, jax.jit(lambda *args: c.kernel(*args)))):
             return failed("single launches gave other bits")
-    # A state's last leaf is its rows.
-    other = run(c.permuted(c.args, order))
-    if not (same_bits(result[:-1], other[:-1]) if c.in_place else same_bits([x[order] for x in result], other)):
+    if c.in_place:
+        # A state's last leaf is its rows.
+        is_same = same_bits(result[:-1], run(c.permuted(c.args, order))[:-1])
+    else:
+        is_same = not c.by_row or same_bits([x[order] for x in result], run(c.permuted(c.args, order)))
+    if not is_same:
         return failed("rows in another order gave other bits")
+    for some in _companies(rows).values() if c.on_tpu and c.by_row and not c.in_place else ():
+        if not same_bits([x[some] for x in result], run(c.permuted(c.args, some))):
+            return failed("beside other rows a row has other bits")
 
     def definition(*args):
         expected = jax.jit(c.definition)(*args)
@@ -92,12 +109,28 @@ def check(comparison: Comparison, on_card: bool) -> dict:
         return jax.tree.leaves(expected)[: -1 if c.in_place else None]
 
     plain, result = c.args if c.plain is None else c.plain, result[: -1 if c.in_place else None]
-    if c.to_the_bit:
-        expected = [np.asarray(x) for x in definition(*plain)]
-        return {"status": "exact", "of_allowed": 0.0} if same_bits(result, expected) else failed("other bits")
-    with jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
+    with ExitStack() as stack:
+        if c.on_tpu:
+            # The host's processor has float64, and another compiler.
+            stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
+            plain = jax.tree.map(np.asarray, plain)
+        if c.to_the_bit:
+            expected = [np.asarray(x) for x in definition(*plain)]
+            return {"status": "exact", "of_allowed": 0.0} if same_bits(result, expected) else failed("other bits")
+        stack.enter_context(jax.default_matmul_precision("highest" if c.dtype == F32 else "default"))
         exact = float64_reference.in_both_of(definition, *plain)
     return verdict(result, exact, c.dtype)
+
+
+def _companies(rows: int) -> dict[str, np.ndarray]:
+    """As many rows, some of them several times: each has others beside it."""
+    return {"beside other rows": np.random.default_rng(1).integers(0, rows, rows)}
+
+
+def _fewer(rows: int) -> dict[str, np.ndarray]:
+    """Some of the rows."""
+    order = np.random.default_rng(2).permutation(rows)
+    return {f"of {count} of {rows} rows": order[:count] for count in (rows // 2, 1) if 0 < count < rows}
 
 
 def joined(comparison: Comparison) -> Callable:
@@ -151,18 +184,113 @@ def remaining_first(sizes: Sizes) -> list[tuple[str, Callable[[Source], Comparis
 
 
 def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparison]]]:
-    """(name, function that makes the comparison), the likeliest to fail and the most used first."""
+    """(name, function that makes the comparison) of all Triton kernels, in the order of `listed`."""
+    return ((case.name, case.make) for case in listed(sizes))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison that is not made yet.
+
+    Attributes:
+        name: Its name.
+        make: Makes it.
+        dtype: Dtype of the computation.
+        function: The function of `comparisons` that does.
+        options: The function's options.
+    """
+
+    name: str
+    make: Callable[[Source], Comparison]
+    dtype: jnp.dtype
+    function: Callable
+    options: dict
+
+
+def of_a_tpu(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparison]]]:
+    """(name, function that makes the comparison) of all implementations that a TPU may take.
+
+    What each operation chooses comes first, then those of the operations' lists that no TPU has run, then the others.
+    """
+    groups: dict[int, list[tuple[str, Callable]]] = {0: [], 1: [], 2: []}
+    for case in listed(sizes):
+        is_of_triton = case.name.endswith(JOINED) or case.options.keys() & {"untried", "kernel", "activations"}
+        # No model runs in float16.
+        if is_of_triton or case.dtype == F16:
+            continue
+        for tested, group in _implementations(case.function, "layers" in case.options):
+
+            def make(source, case=case, tested=tested, asks=False):
+                with testing(tested):
+                    # Experts are in the order of their tokens, but in the reproducible mode.
+                    by_row = case.function is not mixtures or tested.backend.reproducible
+                    return replace(case.make(source), on_tpu=True, by_row=by_row, asks=asks)
+
+            name = f"{case.name}: {tested.name or f'kernels {tested.backend.kernels}'}"
+            name += ", reproducible" * tested.backend.reproducible
+            groups[group].append((name, make))
+            if case.function is mixtures:
+                groups[group].append((f"{name}, does a token depend on others", partial(make, asks=True)))
+    return (each for group in groups.values() for each in group)
+
+
+@cache
+def _implementations(function: Callable, of_layers: bool) -> list[tuple[Tested, int]]:
+    """What of a function of `comparisons` is compared on a TPU, and its group in `of_a_tpu`."""
+    # Triton's alone.
+    if function in (parts, divided):
+        return []
+    auto, every = (replace(Backend.xla("tpu"), kernels=kernels) for kernels in ("auto", "all"))
+    chosen: dict[str, list[str]] = {}
+    for backend in (every, auto):
+        names = chosen[backend.kernels] = []
+        asked = Tested(replace(backend, on_choice=lambda choice, names=names: names.append(choice.implementation)))
+        _trace(function, asked, of_layers)
+    found = [(Tested(auto), 0)]
+    if function is mixtures:
+        found.append((Tested(replace(auto, reproducible=True)), 0))
+    if not asked.lists and chosen["all"] != chosen["auto"]:
+        found.append((Tested(every), 1))
+    # Of a function that makes two kernels, it takes the last.
+    for each in (each for implementations in asked.lists[-1:] for each in implementations):
+        tested, reason = Tested(auto if each.is_tried else every, each.name), ""
+        try:
+            _trace(function, tested, of_layers)
+        except NotSupportedError as e:
+            reason = str(e)
+        # Others are of other platforms.
+        if reason not in (auto.no_cpp, auto.no_triton) and not reason.startswith("the platform is tpu"):
+            found.append((tested, 2 if each.is_tried else 1))
+    return found
+
+
+def _trace(function: Callable, tested: Tested, of_layers: bool) -> None:
+    """Traces an implementation for small arguments."""
+    options = {
+        attention: {"heads": "target", "mask": "causal"},
+        rotation: {"heads": "target"},
+        products: {"weights": "gated"},
+        replaying: {"layers": 2} if of_layers else {},
+    }
+    with testing(tested):
+        comparison = function(Source(0), SMALL_OF_A_TPU, 7, 5, F32, **options.get(function, {}))
+    jax.eval_shape(comparison.kernel, *comparison.args)
+
+
+def listed(sizes: Sizes) -> Iterator[Case]:
+    """All comparisons, the likeliest to fail and the most used first."""
 
     def named(function, rows, tokens, dtype, **options):
         text = ", ".join(k if v is True else f"{v} {k}" if isinstance(v, int) else v for k, v in options.items() if v)
         name = f"{function.__name__} {jnp.dtype(dtype).name}, B {rows}, T {tokens}{', ' * bool(text)}{text}"
         # An option that the function lacks is an error here, not where the case runs.
         inspect.signature(function).bind(None, sizes, rows, tokens, dtype, **options)
-        return name, lambda source: function(source, sizes, rows, tokens, dtype, **options)
+        make = partial(function, sizes=sizes, rows=rows, tokens=tokens, dtype=dtype, **options)
+        return Case(name, make, dtype, function, options)
 
     def in_one_call(*args, **options):
-        name, make = named(*args, **options)
-        return name + JOINED, lambda source: replace(make(source), joined=True)
+        case = named(*args, **options)
+        return replace(case, name=case.name + JOINED, make=lambda source: replace(case.make(source), joined=True))
 
     # A block and a token of one sequence, as decoding launches them.
     for tokens in (16, 1):

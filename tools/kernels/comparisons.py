@@ -1,7 +1,12 @@
-"""A comparison for each operation of Triton kernels: its arguments, the kernels and the definition."""
+"""A comparison for each operation: its arguments, its definition, and a kernel or another implementation of it.
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+Kernels are Triton's, on a card or in its interpreter, but where a block is `testing` an implementation.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -9,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.errors import InputError
 from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.rope import rope_angles
 from dflash_jax.ops import attention as attention_op
 from dflash_jax.ops import block_convolution, cache_write, frame_attention, gated_delta, linear, moe
 from dflash_jax.ops import rotation as rotation_op
-from dflash_jax.ops.backend import Backend, Implementation
+from dflash_jax.ops.backend import Backend, Implementation, choose
 from dflash_jax.ops.cache import FP8
 from dflash_jax.ops.card import HOPPER, OLDEST_FP4, Card
+from dflash_jax.ops.weights import TransposedWeight
 from tools.kernels import arguments
 
 BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
@@ -68,6 +75,8 @@ SMALL = Sizes(
     (4, 2, 32), (6, 2, 16), (1, 2, 16, 32), (20, 3, 32, 64), (2, 20), 150, 32, 100,
     ((1, 16), (7, 5), (1, 1), (32, 1), (7, 17), (1, 65)), 3,
 )  # fmt: skip
+# With heads that a TPU's kernels take.
+SMALL_OF_A_TPU = replace(SMALL, target=(4, 2, 128), draft=(6, 2, 128), delta=(1, 2, 128, 128))
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,9 @@ class Comparison:
         in_place: The result is a state, which does not depend on the order of rows.
         to_the_bit: The result is copied, not computed.
         joined: The kernel's launches are one call where they follow one another, as with ``--kernels all``.
+        on_tpu: The implementation is one of a TPU: it is compiled, and the definition runs on the host's processor.
+        by_row: Whether the bits of a row must not depend on the rows beside it.
+        asks: It is only asked whether they do.
     """
 
     dtype: jnp.dtype
@@ -95,9 +107,44 @@ class Comparison:
     in_place: bool = False
     to_the_bit: bool = False
     joined: bool = False
+    on_tpu: bool = False
+    by_row: bool = True
+    asks: bool = False
 
 
 XLA = Backend.xla("cuda")
+
+
+class NotSupportedError(InputError):
+    """An implementation does not support arguments; the message says why."""
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What is compared in place of Triton's kernels.
+
+    Attributes:
+        backend: Where it runs.
+        name: The implementation's name; None: what the operation chooses.
+        lists: Gets the implementations among which comparisons take one.
+    """
+
+    backend: Backend
+    name: str | None = None
+    lists: list[tuple[Implementation, ...]] = field(default_factory=list, compare=False)
+
+
+_tested: ContextVar[Tested | None] = ContextVar("tested", default=None)
+
+
+@contextmanager
+def testing(tested: Tested) -> Iterator[None]:
+    """Makes comparisons of an implementation meanwhile."""
+    token = _tested.set(tested)
+    try:
+        yield
+    finally:
+        _tested.reset(token)
 
 
 def tested_card() -> Card:
@@ -107,8 +154,9 @@ def tested_card() -> Card:
 
 
 def on_card(kernels: str = "auto") -> Backend:
-    """The backend of the tested card, with kernels."""
-    return Backend.for_card(tested_card(), kernels)
+    """The backend of the tested card, with kernels; where a block is `testing`, that of its implementation."""
+    tested = _tested.get()
+    return Backend.for_card(tested_card(), kernels) if tested is None else tested.backend
 
 
 def fp4_backend() -> Backend | None:
@@ -121,8 +169,22 @@ def fp4_backend() -> Backend | None:
 def kernel_of(
     implementations: tuple[Implementation, ...], name: str = "triton", backend: Backend | None = None
 ) -> Callable:
-    """The implementation of this name, on the card, or on another backend."""
-    return partial(next(each.call for each in implementations if each.name == name), backend or on_card())
+    """The implementation of this name, on the card, or on another backend; or the one that a block is `testing`."""
+    tested = _tested.get()
+    if tested is None:
+        return partial(next(each.call for each in implementations if each.name == name), backend or on_card())
+
+    tested.lists.append(implementations)
+
+    def kernel(*args, **options):
+        if tested.name is None:
+            return choose("", implementations, tested.backend, *args, **options).call(tested.backend, *args, **options)
+        found = next(each for each in implementations if each.name == tested.name)
+        if (reason := found.supports(tested.backend, *args, **options)) is not None:
+            raise NotSupportedError(reason)
+        return found.call(tested.backend, *args, **options)
+
+    return kernel
 
 
 def attention(
@@ -391,7 +453,12 @@ def mixtures(
             return replace(weight, **{name: getattr(weight, name).at[unused].set(jnp.nan)})
         return weight.at[unused].set(jnp.nan)
 
-    args[4:6] = spoil(gate_up), spoil(down)
+    tested = _tested.get()
+    if tested is None:
+        args[4:6] = spoil(gate_up), spoil(down)
+    elif moe.transposes_experts(tested.backend) and not quantized and tested.name in (None, "ragged"):
+        # As weights are placed there. XLA's products may read experts that no token has chosen.
+        args[4:6] = TransposedWeight.of(gate_up), TransposedWeight.of(down)
 
     def permuted(args, order):
         x, logits, live, first, gate_up, down, shared, rest = args

@@ -1,5 +1,6 @@
 """Parameters of a module and their tensors on disk: a table of reversible entries, shared by all families."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,9 +28,10 @@ class Tensor:
         """Shape of the tensor on disk, with all its rows."""
         return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
-    def of(self, array: np.ndarray) -> np.ndarray:
-        """These rows of the tensor on disk, or of an array that has a row for each of its rows."""
-        return array if self.rows is None else array[self.first : self.first + self.shape[0]]
+    def rows_on_disk(self, rows: slice) -> slice:
+        """Rows of the last axis, its other axes taken as one, as the whole tensor counts them."""
+        first = self.first * math.prod(self.shape[1:-1])
+        return slice(rows.start + first, rows.stop + first)
 
 
 def rows_of(name: str, counts: Sequence[int], columns: int) -> list[Tensor]:
@@ -97,6 +99,26 @@ class Entry:
         """Makes the arrays of the tensors from the parameter: the inverse of `read`."""
         parts = self.split(array)
         return [np.ascontiguousarray(p).reshape(t.shape) for p, t in zip(parts, self.tensors, strict=True)]
+
+    def units(self) -> np.ndarray | None:
+        """Where the pieces of the last axis are on disk.
+
+        Returns:
+            [*shape[:-1]], whole numbers: the pieces of all tensors are numbered one after another. None where `join`
+            changes numbers, or their order within a piece.
+        """
+        size = self.shape[-1]
+        if self.is_integer or any(t.shape[-1] % size for t in self.tensors):
+            return None
+        starts = np.cumsum([0, *(2 * math.prod(t.shape) // size for t in self.tensors)]).tolist()
+        ends = zip(self.tensors, starts[:-1], starts[1:], strict=True)
+        numbered = [np.arange(start, stop).reshape(*t.shape[:-1], -1) for t, start, stop in ends]
+        try:
+            # Pieces of two, an even number and the next one: what is not just moved is seen.
+            first, second = np.moveaxis(self.read(numbered, 2), -1, 0)
+        except (ValueError, IndexError):
+            return None
+        return first // 2 if ((first % 2 == 0) & (second == first + 1)).all() else None
 
 
 def same(path: str, shape: tuple[int, ...], name: str, disk: tuple[int, ...] | None = None) -> Entry:

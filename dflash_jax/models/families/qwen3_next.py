@@ -24,7 +24,7 @@ def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> li
     rows = spec.channels_per_key + r * spec.value_dim
 
     def join(arrays):
-        return np.moveaxis(arrays[0].reshape(g, 2, r, hidden), 1, 0)
+        return np.moveaxis(arrays[0].reshape(g, 2, r, -1), 1, 0)
 
     def split(array):
         return [np.moveaxis(array.reshape(2, g, r, hidden), 0, 1)]

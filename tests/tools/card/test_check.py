@@ -8,10 +8,12 @@ import sys
 import zipfile
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.helpers import load_script
@@ -19,6 +21,7 @@ from tools.card import report as card_report
 from tools.card import ruler as card_ruler
 from tools.card import stages as card_stages
 from tools.card import wheels as card_wheels
+from tools.kernels.arguments import Source
 
 ROOT = Path(__file__).parents[3]
 card_check = load_script("card/check.py")
@@ -55,7 +58,7 @@ for name, what in list(cases.items())[first::step]:
             what = "exact"
     if what in ("crowded", "no room"):
         is_alone = what == "crowded" and (out / "ran.txt").read_text().split("\\n").count(f"{stage} {name}") == 2
-        say(end=name, status="exact" if is_alone else "failed", why="" if is_alone else "the card has no room for it")
+        say(end=name, status="exact" if is_alone else "failed", why="" if is_alone else "the device has no room for it")
         continue
     say(end=name, status=what.replace("hang", "exact"), why="|".join(["it", "says", "so"]))
 """
@@ -158,12 +161,16 @@ def test_a_process_ends_by_itself_after_its_output(fake):
     assert "its process ended with code 3" in fake({"build": "a slow end"})[1]["stages"]["build"]["state"]
 
 
-@pytest.mark.parametrize("stage", card_stages.STAGES)
-def test_each_stage_begins_on_a_cpu(stage, tmp_path, monkeypatch):
+OF_CUDA, OF_TPU = ([(kind, stage) for stage in stages] for kind, stages in card_stages.STAGES_OF.items())
+
+
+@pytest.mark.parametrize(("kind", "stage"), [*OF_CUDA, ("cuda", "sanitizer"), *OF_TPU])
+def test_each_stage_begins_on_a_cpu(kind, stage, tmp_path, monkeypatch):
     """In the environment that the command gives it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    environment = card_check.environment_of(stage, "cpu", None, 1)
-    command = [sys.executable, "-m", "tools.card.stages", stage, "--platform", "cpu", "--out", str(tmp_path)]
+    environment = card_check.environment_of(stage, "cpu", None, 1, kind)
+    command = [sys.executable, "-m", "tools.card.stages", stage, "--platform", "cpu", "--kind", kind]
+    command += ["--out", str(tmp_path)]
     with subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -316,7 +323,7 @@ def ruled(decoding, out, on_card: bool, **machine) -> card_check.Report:
     for name, case in machine.items():
         report.end(report.stage("machine"), name, case)
     (out / "log.txt").touch()
-    for name, check in card_ruler.cases(on_card, str(out)):
+    for name, check in card_ruler.cases("cuda", on_card, str(out)):
         report.end(report.stage("ruler"), name, check())
     return report
 
@@ -346,6 +353,26 @@ def test_points_are_measured_by_turns_and_traces_last(decoding, tmp_path, on_car
     assert "Floors: at 4321.5 GB/s." in page
     assert page.count("| bfloat16, batch 1, width 16, context 2048 | 1.0 → 2.0 (2.00) | 0.5 |") == on_card
     assert page.count("- 0.1 ms a prefill, 2 times: kernel") == 1
+
+
+def test_the_ruler_has_all_tpus_of_the_host(decoding, tmp_path):
+    report = card_check.Report(tmp_path, card_check.fresh("tpu", "4 x TPU v6 lite", "tpu"))
+    described = {"status": "measured", "device": "TPU v6 lite", "devices": 4, "versions": "JAX"}
+    report.end(report.stage("machine"), "device and versions", described)
+    cases = dict(card_ruler.cases("tpu", True, str(tmp_path)))
+    assert cases["bfloat16, batch 1, width 16, context 2048, kernels auto"]()["status"] == "measured"
+    assert script.make_parser().parse_args(decoding.commands[0][2:]).mesh == "tensor=4"
+    assert len([name for name in cases if name.startswith("trace")]) <= 5
+
+
+def test_a_check_of_tpus_has_its_stages(fake, monkeypatch):
+    monkeypatch.setattr(card_stages, "described_tpus", lambda: "4 x TPU v6 lite")
+    code, record, page = fake({}, "--platform", "tpu")
+    assert code == 0
+    assert list(record["stages"]) == ["machine", "kernels", "tokens", "ruler"]
+    assert page.startswith("# A check on TPUs\n")
+    assert "Card: 4 x TPU v6 lite." in page
+    assert card_check.main(["--platform", "cpu", "--as", "tpu", "--resume", str(fake.out / "report.json")]) == 2
 
 
 def test_the_ruler_measures_the_bandwidth_where_the_machine_stage_did_not(decoding, tmp_path):
@@ -431,7 +458,7 @@ def test_weights_in_fp8_are_no_point_in_bfloat16(decoding, tmp_path):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(card_stages, "NEEDED", ("jax", "no-such-package"))
-    checks = dict(card_stages.machine(SimpleNamespace(platform="cuda")))
+    checks = dict(card_stages.machine(SimpleNamespace(platform="cuda", kind="cuda")))
     found = checks["packages"]()
     assert found["status"] == "failed"
     assert "no-such-package" in found["why"]
@@ -556,16 +583,92 @@ def test_names_of_cases_are_unique():
     """And each case has a function that takes its options, which is called on a card only."""
     from tools.card import tokens as card_tokens
     from tools.kernels import cases as kernel_cases
-    from tools.kernels.comparisons import REAL, SMALL
+    from tools.kernels.comparisons import REAL, SMALL, SMALL_OF_A_TPU
 
     for sizes in (REAL, SMALL):
         names = [name for name, _ in kernel_cases.comparisons(sizes)]
         assert len(set(names)) == len(names)
-    for on_card in (True, False):
-        for cases in (card_tokens.cases(on_card), card_ruler.cases(on_card, "")):
+    for sizes in (REAL, SMALL_OF_A_TPU):
+        names = [name for name, _ in kernel_cases.of_a_tpu(sizes)]
+        assert len(set(names)) == len(names)
+    for where in product(card_stages.STAGES_OF, (True, False)):
+        for cases in (card_tokens.cases(*where), card_ruler.cases(*where, "")):
             names = [name for name, _ in cases]
             assert len(set(names)) == len(names)
             assert any("kernels all" in name for name in names)
+
+
+@pytest.fixture
+def implementations(monkeypatch):
+    """Adds an implementation to an operation's list: (module, implementation)."""
+    from tools.kernels import cases as kernel_cases
+
+    def add(operation, implementation):
+        monkeypatch.setattr(operation, "IMPLEMENTATIONS", (implementation, *operation.IMPLEMENTATIONS))
+        kernel_cases._implementations.cache_clear()
+
+    yield add
+    kernel_cases._implementations.cache_clear()
+
+
+def test_every_implementation_that_a_tpu_may_take_is_compared(implementations):
+    """What operations choose first, then what no TPU has run: of the lists, so that a new one is found."""
+    from dflash_jax.ops import attention
+    from dflash_jax.ops.backend import Implementation
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import SMALL_OF_A_TPU
+
+    of_a_card = Implementation("of a card", lambda backend, *args: backend.no_triton, attention.reference)
+    implementations(attention, of_a_card)
+    only_16 = Implementation(
+        "new", lambda backend, q, *args: None if q.shape[1] == 16 else "only 16 tokens", attention.reference, False
+    )
+    implementations(attention, only_16)
+    cases = dict(kernel_cases.of_a_tpu(SMALL_OF_A_TPU))
+    for name in ("attention", "delta", "replaying", "mixtures", "products", "rotation", "writing", "convolutions"):
+        assert any(case.startswith(f"{name} bfloat16, B 1, T 1") and case.endswith(": kernels auto") for case in cases)
+    assert any(case.startswith("mixtures") and case.endswith(": kernels auto, reproducible") for case in cases)
+    assert not any("triton" in case or "cpp" in case or "of a card" in case for case in cases)
+    places = {case: place for place, case in enumerate(cases)}
+    one = "attention bfloat16, B 1, T 16, target, causal: "
+    assert places[f"{one}kernels auto"] < places[f"{one}new"] < places[f"{one}reference"]
+    found = kernel_cases.check(cases[f"{one}new"](kernel_cases.Source(0)), False)
+    assert found["status"] == "exact"
+    refused = partial(kernel_cases.check, cases["attention bfloat16, B 7, T 5, target, causal: new"](Source(0)), False)
+    assert card_stages.result(refused, "kernels") == ({"status": "skipped", "why": "only 16 tokens"}, True)
+
+
+def test_rows_that_depend_on_others_are_found(implementations):
+    """Of experts, which need not be independent where tokens need not be reproducible, it is only asked."""
+    from dflash_jax.ops import moe, rotation
+    from dflash_jax.ops.backend import Implementation
+    from tools.kernels import cases as kernel_cases
+    from tools.kernels.comparisons import SMALL_OF_A_TPU
+
+    def checked(operation, name, change, case):
+        one = next(each for each in operation.IMPLEMENTATIONS if each.name == name)
+
+        def call(backend, x, *args, **options):
+            return jax.tree.map(
+                lambda y: (y.astype(jnp.float32) * (1 + change(x))).astype(y.dtype),
+                one.call(backend, x, *args, **options),
+            )
+
+        implementations(operation, Implementation("changed", one.supports, call, False))
+        cases = dict(kernel_cases.of_a_tpu(SMALL_OF_A_TPU))
+        return kernel_cases.check(cases[case](Source(0)), False)
+
+    rotated = "rotation float32, B 7, T 5, target: changed"
+    found = checked(rotation, "reference", lambda x: 4e-7 * (x[:1].sum() > 0), rotated)
+    assert found["why"] == "rows in another order gave other bits"
+    found = checked(rotation, "reference", lambda x: jnp.sort(x[:, 0, 0, 0, 0]).sum(), rotated)
+    assert found["why"] == "beside other rows a row has other bits"
+    asked = "mixtures float32, B 1, T 16: changed, does a token depend on others"
+    yes = {f"the same bits {name}": "yes" for name in ("in another order", "beside other rows")}
+    found = checked(moe, "gathered", lambda x: 4e-7 * (len(x) < 16), asked)
+    assert found == {"status": "measured"} | yes | {f"the same bits of {n} of 16 rows": "no" for n in (8, 1)}
+    found = checked(moe, "gathered", lambda x: 4e-7 * (len(x) < 16), asked.partition(", does")[0])
+    assert found["status"] == "exact"
 
 
 def test_what_a_card_has_compared_comes_last():
@@ -591,10 +694,27 @@ def test_a_short_real_run(interpreted, tmp_path):
     """All but a few cases count as done: the others run interpreted, in processes, and are exact."""
     kept = {"writing bfloat16, B 1, T 16", "products bfloat16, B 1, T 1, router"}
     kept.add("products bfloat16, B 1, T 1, residual, in one call")
-    names = [name for name, _ in card_stages.kernels(SimpleNamespace(platform="cpu"))]
+    short_run("cuda", kept, tmp_path)
+
+
+def test_a_short_real_run_of_a_tpu(tmp_path):
+    """As a CPU stands for it, in Pallas' interpreter."""
+    page = short_run(
+        "tpu", {"writing bfloat16, B 1, T 16: kernels auto", "mixtures bfloat16, B 1, T 1: gathered"}, tmp_path
+    )
+    assert page.startswith(
+        "# A check without a TPU, interpreted\n\n`python scripts/card/check.py --platform cpu --as tpu`"
+    )
+    assert "under compute-sanitizer" not in page
+
+
+def short_run(kind: str, kept: set[str], tmp_path) -> str:
+    """Runs the comparisons ``kept`` in processes, of which all others count as done: the page."""
+    names = [name for name, _ in card_stages.kernels(SimpleNamespace(platform="cpu", kind=kind))]
+    assert kept <= set(names)
     done = {name: {"status": "exact"} for name in names if name not in kept}
-    record = card_check.fresh("cpu", "")
-    for stage in card_check.STAGES:
+    record = card_check.fresh("cpu", "", kind)
+    for stage in card_stages.STAGES_OF[kind]:
         # Without a card there is nothing to run of large arrays.
         status = "not run" if stage == "large" else "exact"
         cases = done if stage == "kernels" else {"one": {"status": status}}
@@ -602,7 +722,9 @@ def test_a_short_real_run(interpreted, tmp_path):
         record["stages"][stage] = {"state": state, "total": len(names) if stage == "kernels" else 1, "cases": cases}
     card_check.Report(tmp_path, record).save()
     report = tmp_path / "report.json"
-    assert card_check.main(["--platform", "cpu", "--minutes", "10", "--resume", str(report)]) == 0
+    assert card_check.main(["--platform", "cpu", "--as", kind, "--minutes", "10", "--resume", str(report)]) == 0
     found = statuses(json.loads(report.read_text()), "kernels")
     assert {found[name] for name in kept} == {"exact"}
-    assert card_report.TITLES["kernels"] in (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.md").read_text()
+    assert card_report.TITLES["kernels"] in page
+    return page
