@@ -34,7 +34,7 @@ FREE |= {"opt-barrier", "add-dependency", "domain"}
 # Custom calls that only name an array anew.
 FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape")
 SAME = ("bitcast", "copy", "reshape", "convert", "transpose")
-SLICES = ("dynamic-slice", "slice", "gather")
+SLICES, UPDATES = ("dynamic-slice", "slice", "gather"), ("dynamic-update-slice", "scatter")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 SAMPLING, ATTENTION = "decoding/sampling.py", "ops/attention.py"
 
@@ -351,7 +351,7 @@ class Program:
                     pending[x.name] = [cost, 0.0]
                     continue
                 for started in pending.values():
-                    started[1] += cost.total / times
+                    started[1] += cost.total / max(times, 1)
                 yield cost
         yield from (cost for cost, _ in pending.values())
 
@@ -426,55 +426,45 @@ class Program:
                 else next(s for s in x.shapes[len(x.operands) :] if s.kind == source.kind)
             )
             return result.bytes if source.memory == 0 else 0, result.in_hbm, []
-        if body := x.attribute(r'"body":"([A-Za-z0-9+/=]+)"'):
-            return self._kernel(body, [s for _, shapes in operands for s in shapes], x.shapes)
-        read = sum(self._read(x, i, shapes) for i, shapes in operands)
+        read = sum(self._taken(computation, x, i) for i, s in operands if any(shape.in_hbm for shape in s))
         return read, sum(self._written(computation, x)), self._products(computation, x)
 
-    def _kernel(self, body: str, inputs: list[Shape], results: list[Shape]) -> tuple[int, int, list[tuple[str, float]]]:
-        """`_bytes` of a Pallas kernel."""
-        shapes = (tuple(s.dims for s in arrays) for arrays in (inputs, results))
-        taken, given, products = kernel(base64.b64decode(body), *shapes, self.context)
-        read, written = (
-            sum(part * s.in_hbm for part, s in zip(parts, arrays, strict=True))
-            for parts, arrays in ((taken, inputs), (given, results))
-        )
-        return int(read), int(written), [(kind.lower(), n) for kind, n in products.items()]
+    def _kernel(
+        self, computation: Computation, x: Instruction
+    ) -> tuple[list[float], list[float], dict[str, float]] | None:
+        """What `tools.mosaic.kernel` counts of a Pallas kernel; None for other operations."""
+        if x.opcode != "custom-call" or not (body := x.attribute(r'"body":"([A-Za-z0-9+/=]+)"')):
+            return None
+        inputs = tuple(s.dims for name in x.operands for s in computation.instructions[name].shapes)
+        return kernel(base64.b64decode(body), inputs, tuple(s.dims for s in x.shapes), self.context)
 
-    def _read(self, x: Instruction, index: int, shapes: list[Shape]) -> int:
-        """Bytes of HBM that an operation reads of an operand."""
-        whole = sum(s.in_hbm for s in shapes)
-        return min(whole, self._taken(x, index, shapes)) if whole else 0
-
-    def _taken(self, x: Instruction, index: int, shapes: list[Shape]) -> int:
+    def _taken(self, computation: Computation, x: Instruction, index: int) -> int:
         """Bytes that an operation takes of an operand, in whatever memory that is."""
-        whole = sum(s.bytes for s in shapes)
+        whole = sum(s.bytes for s in computation.instructions[x.operands[index]].shapes)
         if x.opcode == "fusion":
             fused = self.computations[x.called]
-            return min(whole, self._read_inside(fused, fused.parameters[index].name, whole))
+            return self._taken_inside(fused, fused.parameters[index].name, whole)
+        if counted := self._kernel(computation, x):
+            return int(counted[0][index] * whole)
         if x.opcode in SLICES and index == 0:
             return min(whole, x.shapes[0].bytes)
-        return 0 if x.opcode in ("dynamic-update-slice", "scatter") and index == 0 else whole
+        return 0 if x.opcode in UPDATES and index == 0 else whole
 
-    def _read_inside(self, fused: Computation, name: str, whole: int) -> int:
-        """Bytes that a fusion reads of an array."""
+    def _taken_inside(self, fused: Computation, name: str, whole: int) -> int:
+        """Bytes that a fusion takes of an array of ``whole`` bytes."""
         total = 0
         for user in fused.users[name]:
             index = user.operands.index(name)
-            if user.opcode in SLICES and index == 0:
-                total += user.shapes[0].bytes
-            elif user.opcode == "bitcast" or (user.opcode == "custom-call" and self._is_free(user)):
-                total += self._read_inside(fused, user.name, whole)
-            elif user.opcode == "fusion":
-                inner = self.computations[user.called]
-                total += self._read_inside(inner, inner.parameters[index].name, whole)
+            if user.opcode == "bitcast" or self._is_free(user):
+                total += self._taken_inside(fused, user.name, whole)
+            elif user.opcode == "fusion" and _is_same(self.computations[user.called], index):
                 # What an inner fusion returns as it is, such as a bitcast, is read by that fusion's users.
-                if _is_same(inner, index):
-                    total += self._read_inside(fused, user.name, whole)
-            elif user.opcode in ("dynamic-update-slice", "scatter") and index == 0:
-                pass
+                total += self._taken_inside(fused, user.name, whole)
             elif user.opcode != "tuple":
-                return whole
+                taken = self._taken(fused, user, index)
+                if taken == whole and user.opcode != "custom-call":
+                    return whole
+                total += taken
         return total
 
     def _is_free(self, x: Instruction) -> bool:
@@ -489,24 +479,29 @@ class Program:
             if fused.root.opcode == "tuple":
                 roots = [fused.instructions[name] for name in fused.root.operands]
             if len(roots) == len(results):
-                return [
-                    min(n, self._updated(fused, root, n)) if n else 0 for n, root in zip(results, roots, strict=True)
-                ]
-        return [min(n, _update(computation, x, n)) for n in results]
+                return [self._updated(fused, root, n, 0) for n, root in zip(results, roots, strict=True)]
+        return [self._updated(computation, x, n, i) for i, n in enumerate(results)]
 
-    def _updated(self, fused: Computation, root: Instruction, whole: int) -> int:
-        """Bytes of a fusion's result that it writes: an update in place is that of the update."""
-        while root.opcode == "bitcast":
-            root = fused.instructions[root.operands[0]]
-        if root.opcode == "fusion":
-            inner = self.computations[root.called]
-            return self._updated(inner, inner.root, whole)
-        return _update(fused, root, whole)
+    def _updated(self, computation: Computation, x: Instruction, whole: int, index: int) -> int:
+        """Bytes that an operation writes of its result of ``whole`` bytes: of an update in place the update."""
+        while x.opcode == "bitcast":
+            x = computation.instructions[x.operands[0]]
+        if x.opcode == "fusion" and self.computations[x.called].root.opcode != "tuple":
+            inner = self.computations[x.called]
+            return self._updated(inner, inner.root, whole, index)
+        if counted := self._kernel(computation, x):
+            return int(counted[1][index] * whole)
+        if x.opcode in UPDATES:
+            update = computation.instructions[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]]
+            return min(whole, update.shapes[0].bytes)
+        return whole
 
     def _products(self, computation: Computation, x: Instruction) -> list[tuple[str, float]]:
         if x.opcode == "fusion":
             fused = self.computations[x.called]
             return [p for y in fused.instructions.values() for p in self._products(fused, y)]
+        if counted := self._kernel(computation, x):
+            return [(kind.lower(), n) for kind, n in counted[2].items()]
         if x.opcode in ("dot", "convolution"):
             left, right = (computation.instructions[name].shapes[0] for name in x.operands[:2])
             kind = left.kind if left.kind == right.kind else ""
@@ -547,7 +542,7 @@ class Program:
                 array = body.instructions[name].shapes
                 if x.opcode in ("fusion", *SLICES) and len(array) == 1 and array[0].size in self.pools:
                     positions = self.pools[array[0].size]
-                    return positions * self._taken(x, i, array) / array[0].bytes, positions
+                    return positions * self._taken(body, x, i) / array[0].bytes, positions
         return inf, 0
 
     def _known_trips(self, computation: Computation, x: Instruction) -> int | None:
@@ -673,15 +668,6 @@ def _is_same(fused: Computation, index: int) -> bool:
     while x.opcode == "bitcast":
         x = fused.instructions[x.operands[0]]
     return x.name == fused.parameters[index].name
-
-
-def _update(computation: Computation, x: Instruction, whole: int) -> int:
-    """Bytes that an operation writes of an array of ``whole`` bytes."""
-    if x.opcode == "dynamic-update-slice":
-        return computation.instructions[x.operands[1]].shapes[0].bytes
-    if x.opcode == "scatter":
-        return computation.instructions[x.operands[2]].shapes[0].bytes
-    return whole
 
 
 def _dot(x: Instruction, left: Shape) -> float:

@@ -486,16 +486,24 @@ def test_copies_in_a_kernel_count_over_the_context(context, pieces):
     assert results == [1.0]
 
 
-def test_a_call_moves_the_parts_that_are_in_hbm():
-    """Its text may have ends of lines in its metadata."""
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_call_moves_the_parts_that_are_in_hbm(is_fused):
+    """Also where XLA fuses it with what is before; its text may have ends of lines in its metadata."""
     body = base64.b64encode(MATMUL.encode()).decode()
-    found = entry(
-        "%x = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)",
-        "%w = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(1)",
-        'ROOT %mm.1 = bf16[512,2048]{1,0:T(8,128)(2,1)} custom-call(%x, %w), custom_call_target="tpu_custom_call", '
-        'frontend_attributes={kernel_metadata={\n"a": 1\n}}, backend_config={"custom_call_config":{"body":"'
-        + body
-        + '"}}',
+    lines = f"""  %x = bf16[512,2048]{{1,0:T(8,128)(2,1)S(1)}} parameter(0)
+  %w = bf16[2048,2048]{{1,0:T(8,128)(2,1)}} parameter(1)
+"""
+    call = f"""  ROOT %mm.1 = bf16[512,2048]{{1,0:T(8,128)(2,1)}} custom-call(%x, %w), custom_call_target="tpu_custom_call",
+frontend_attributes={{kernel_metadata={{
+"a": 1
+}}}}, backend_config={{"custom_call_config":{{"body":"{body}"}}}}
+}}
+"""
+    fusion = "  ROOT %f = bf16[512,2048]{1,0:T(8,128)(2,1)} fusion(%x, %w), kind=kCustom, calls=%inside\n}\n"
+    head = "{} (x: bf16[512,2048], w: bf16[2048,2048]) -> bf16[512,2048] {{\n" + lines.replace("{", "{{").replace(
+        "}", "}}"
     )
+    text = head.format("%inside") + call + "\n" + head.format("ENTRY %main") + fusion
+    found = program(text if is_fused else head.format("ENTRY %main") + call)
     assert moved(found) == (2 * 2048 * 2048 * 2, 512 * 2048 * 2)
     assert found.figures()["operations"] == 16 * 2 * 256 * 1024 * 512
