@@ -490,11 +490,11 @@ def test_copies_in_a_kernel_count_over_the_context(context, pieces):
 def test_a_call_moves_the_parts_that_are_in_hbm(is_fused):
     """Also where XLA fuses it with what is before; its text may have ends of lines in its metadata."""
     body = base64.b64encode(MATMUL.encode()).decode()
-    lines = f"""  %x = bf16[512,2048]{{1,0:T(8,128)(2,1)S(1)}} parameter(0)
-  %w = bf16[2048,2048]{{1,0:T(8,128)(2,1)}} parameter(1)
+    lines = """  %x = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %w = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(1)
 """
-    call = f"""  ROOT %mm.1 = bf16[512,2048]{{1,0:T(8,128)(2,1)}} custom-call(%x, %w), custom_call_target="tpu_custom_call",
-frontend_attributes={{kernel_metadata={{
+    call = f"""  ROOT %mm.1 = bf16[512,2048]{{1,0:T(8,128)(2,1)}} custom-call(%x, %w),
+custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
 "a": 1
 }}}}, backend_config={{"custom_call_config":{{"body":"{body}"}}}}
 }}
