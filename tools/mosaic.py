@@ -13,8 +13,8 @@ whole numbers are computed here, point by point of the grid.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice, pairwise, product
 from math import prod
@@ -91,8 +91,8 @@ class _Run:
     def __init__(self, context: int) -> None:
         self.context = context
         # Bytes of each argument that copies read ("read", argument) and write.
-        self.copied: Counter[tuple[str, int]] = Counter()
-        self.products: Counter[str] = Counter()
+        self.copied: dict[tuple[str, int], float] = defaultdict(float)
+        self.products: dict[str, float] = defaultdict(float)
         # (elements of the list, indices) of each number that is read from memory.
         self.loads: list[tuple[int, tuple[Value, ...]]] = []
         self._counts: dict[Any, bool] = {}
@@ -144,8 +144,10 @@ class _Run:
             self._counts[op] = _counts(op)
         if not self._counts[op]:
             return (None,) * len(carried)
+        trips: Iterable[int | None] = [None]
         # A loop whose bounds are not numbers runs once.
-        trips = [None] if None in (first, last, step) else range(first, last, step or 1)
+        if first is not None and last is not None and step is not None:
+            trips = range(first, last, step or 1)
         for i in trips:
             values.update(zip(body.arguments, (i, *carried), strict=True))
             carried = self.block(body, values)

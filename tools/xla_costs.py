@@ -567,7 +567,7 @@ class Program:
             self._start(condition, name, computation, x) if c is None else c
             for name, c in zip(names, constants, strict=True)
         ]
-        if None in ends:
+        if ends[0] is None or ends[1] is None:
             return None
         index = self._element(condition, names[0])
         step = 1 if index is None else self._step(x, index)

@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from dflash_jax.parallel.devices import DEVICES
 from tools.compile_report import reported
@@ -63,7 +64,7 @@ def commands() -> list[str]:
     ]
 
 
-def whole(short, long, layers: int):
+def whole(short: Any, long: Any, layers: int) -> Any:
     """A figure, or a tree of figures, of ``layers`` layers, from those of four and of eight."""
     if isinstance(short, dict):
         return {k: whole(v, long[k], layers) for k, v in short.items() if k in long and not isinstance(v, str)}
@@ -82,7 +83,9 @@ def programs(rows: dict[str, dict]) -> list[dict]:
         for name, figures in short["programs"].items():
             if "failed" in figures or "failed" in long["programs"][name]:
                 continue
-            kept = [{k: f[name][k] for k in ("counted", "floor")} for f in (short["programs"], long["programs"])]
+            kept, further = (
+                {k: f[name][k] for k in ("counted", "floor")} for f in (short["programs"], long["programs"])
+            )
             found.append(
                 {
                     "system": short["config"],
@@ -91,7 +94,7 @@ def programs(rows: dict[str, dict]) -> list[dict]:
                     "layers": short["depth"],
                     "name": name,
                     "tokens": figures["tokens"],
-                    **whole(*kept, short["depth"]),
+                    **whole(kept, further, short["depth"]),
                 }
             )
     return found

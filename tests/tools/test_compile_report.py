@@ -25,6 +25,7 @@ SPENT = (
     "temporaries",
     "written",
 )
+COUNTED = ("predicted_s", "compiler_s", "read", "written", "operations", "runs", "sent")
 # The models whole take minutes a row and much memory: DFLASH_COMPILE_FULL=1.
 FULL = bool(os.environ.get("DFLASH_COMPILE_FULL"))
 FIGURES = RECORDED["four-layers"] | (RECORDED["full"] if FULL else {})
@@ -107,6 +108,8 @@ def assert_no_worse(found: dict, recorded: dict, name: str) -> None:
     for figure in SPENT:
         if figure in recorded:
             assert found[figure] <= 1.1 * recorded[figure], (name, figure)
+    for figure in COUNTED if "counted" in recorded else ():
+        assert found["counted"][figure] <= 1.1 * recorded["counted"][figure], (name, figure)
     assert found.get("graphs", 0) <= recorded.get("graphs", 0), name
     assert sum(found["copied"].values()) <= sum(recorded["copied"].values()), name
 
