@@ -364,7 +364,7 @@ class Program:
             self._is_once = self._is_once or x is self._rounds
         elif x.opcode == "conditional":
             branches = [list(self._costs(self.computations[name], times)) for name in x.branches]
-            is_sampling = any(SAMPLING in file for file in self.files(x)[:1])
+            is_sampling = SAMPLING in next(iter(self.files(x)), "")
             yield from branches[0] if is_sampling else max(branches, key=lambda costs: sum(c.total for c in costs))
         elif x.opcode in ("call", "async-start", "call-start"):
             yield from self._costs(self.computations[x.called], times)
@@ -530,7 +530,7 @@ class Program:
         return known
 
     def _is_over_context(self, x: Instruction) -> bool:
-        return any(ATTENTION in file for file in self.files(x)[:2])
+        return ATTENTION in next(iter(self.files(x)), "")
 
     def _piece(self, body: Computation) -> tuple[float, int]:
         """The positions of a slot that a loop's body takes from a pool at a time, and those that the pool has.
@@ -647,15 +647,15 @@ def _frames(hlo: str) -> dict[int, list[str]]:
         for place, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", located, re.M)
     }
     stack = hlo.partition("StackFrames")[2].partition("\n\n")[0]
+    # A frame's parent is written as its number and one; one is none.
     above = {
-        int(frame): (places.get(place, ""), int(parent))
+        int(frame): (places.get(place, ""), int(parent) - 1)
         for frame, place, parent in re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", stack, re.M)
     }
     frames = {}
     for frame in above:
-        lines, at, seen = [], frame, set()
-        while at in above and at not in seen:
-            seen.add(at)
+        lines, at = [], frame
+        while at in above and len(lines) < len(above):
             lines.append(above[at][0])
             at = above[at][1]
         frames[frame] = lines

@@ -28,7 +28,7 @@ FileLocations
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
 2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
 
 """
 
@@ -433,6 +433,15 @@ def test_slices_have_their_hops():
     assert Slice.of("v6e:8x8").collective("all-gather", 16, 0) == 6 * HOP
     assert Slice.of("tpu7x:2x2x1").shape == (2, 2, 1, 2)
     assert Slice.of("tpu7x:2x2x1").collective("all-reduce", 8, 0) == 6 * HOP
+
+
+def test_an_operation_has_the_lines_that_it_comes_from():
+    """Innermost first; a parent is written as its number and one."""
+    (cost,) = entry(
+        "%x = f32[1024]{0:T(1024)} parameter(0)",
+        'ROOT %y = f32[1024]{0:T(1024)} negate(%x), metadata={op_name="f" stack_frame_id=3}',
+    ).costs
+    assert cost.source == "moe.py:30 < sampling.py:10"
 
 
 def test_an_estimate_that_stands_for_none_is_none():
