@@ -18,16 +18,15 @@ import base64
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, inf, prod
 from typing import Any
 
 from dflash_jax.parallel.devices import DEVICES, Device
 from tools.mosaic import kernel
+from tools.xla_text import ENTRY, Computation, Instruction, Shape, computations
 
-BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "token": 0}
-BITS |= {f"{letter}{bits}": bits for letter in "su" for bits in (2, 8, 16, 32)} | {"f32": 32, "f16": 16, "bf16": 16}
 # Operations that move nothing, and the ends of those that count where they start.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"opt-barrier", "add-dependency", "domain"}
@@ -37,136 +36,6 @@ SAME = ("bitcast", "copy", "reshape", "convert", "transpose")
 SLICES, UPDATES = ("dynamic-slice", "slice", "gather"), ("dynamic-update-slice", "scatter")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 SAMPLING, ATTENTION = "decoding/sampling.py", "ops/attention.py"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An array as XLA writes it, such as bf16[16,2048]{1,0:T(8,128)(2,1)S(1)}."""
-
-    kind: str
-    dims: tuple[int, ...]
-    order: tuple[int, ...] = ()
-    tile: tuple[int, ...] = ()
-    memory: int = 0
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return prod(self.dims)
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes with the padding of the tiles."""
-        minor_first = [self.dims[i] for i in self.order] or list(reversed(self.dims))
-        for i, step in enumerate(reversed(self.tile)):
-            if i < len(minor_first):
-                minor_first[i] = -(-minor_first[i] // step) * step
-            else:
-                minor_first.append(step)
-        return prod(minor_first) * BITS.get(self.kind, 8 if self.kind.startswith("f8") else 32) // 8
-
-    @property
-    def in_hbm(self) -> int:
-        """Bytes in HBM."""
-        return self.bytes if self.memory == 0 else 0
-
-
-def shapes_of(text: str) -> list[Shape]:
-    """The arrays of a type in XLA's notation, those of a tuple in their order."""
-    shapes = []
-    for kind, dims, layout in re.findall(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?", text):
-        order, _, rest = layout.partition(":")
-        tile = re.match(r"T\(([\d,]+)\)", rest)
-        memory = re.search(r"S\((\d+)\)", rest)
-        numbers = (re.sub(r"[<= ]", "", dims), order, tile[1] if tile else "")
-        parts = [tuple(int(n) for n in x.split(",") if n) for x in numbers]
-        shapes.append(Shape(kind, *parts, memory=int(memory[1]) if memory else 0))
-    return shapes
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """A line of a computation."""
-
-    name: str
-    shapes: list[Shape]
-    opcode: str
-    operands: list[str]
-    attributes: str
-    is_root: bool = False
-
-    def attribute(self, pattern: str) -> str:
-        """The first group of a pattern in the attributes, or ""."""
-        match = re.search(pattern, self.attributes)
-        return match[1] if match else ""
-
-    @property
-    def called(self) -> str:
-        """The computation that this runs once."""
-        return self.attribute(r"(?:calls|to_apply)=%?([\w.-]+)")
-
-    @property
-    def branches(self) -> list[str]:
-        """A conditional's computations; the first is that of false and of 0."""
-        if names := self.attribute(r"branch_computations=\{([^}]*)\}"):
-            return [name.strip().lstrip("%") for name in names.split(",")]
-        return [self.attribute(rf"{side}_computation=%?([\w.-]+)") for side in ("false", "true")]
-
-
-def _closing(text: str, start: int) -> int:
-    """The place after the parenthesis that closes the one at ``start``."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i + 1
-    return len(text)
-
-
-def _instruction(line: str) -> Instruction | None:
-    match = re.match(r"\s+(ROOT )?%?([\w.-]+) = ", line)
-    if not match:
-        return None
-    start = match.end()
-    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    opcode = re.match(r" ([a-z][\w-]*)\(", line[end:])
-    if not opcode:
-        return None
-    opened = end + opcode.end() - 1
-    closed = _closing(line, opened)
-    inside, attributes = line[opened:closed], line[closed:]
-    operands = [] if opcode[1] in ("constant", "parameter") else re.findall(r"%([\w.-]+)", inside)
-    if opcode[1] in ("constant", "parameter"):
-        attributes = inside + attributes
-    return Instruction(match[2], shapes_of(line[start:end]), opcode[1], operands, attributes, bool(match[1]))
-
-
-@dataclass
-class Computation:
-    """A computation's instructions by name, in the order in which they run."""
-
-    name: str
-    instructions: dict[str, Instruction] = field(default_factory=dict)
-
-    @cached_property
-    def root(self) -> Instruction:
-        """What it returns."""
-        return next(x for x in reversed(self.instructions.values()) if x.is_root)
-
-    @cached_property
-    def parameters(self) -> list[Instruction]:
-        """Its parameters in their order."""
-        found = [x for x in self.instructions.values() if x.opcode == "parameter"]
-        return sorted(found, key=lambda x: int(x.attribute(r"^\((\d+)\)")))
-
-    @cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that take what each one returns."""
-        users = defaultdict(list)
-        for x in self.instructions.values():
-            for operand in dict.fromkeys(x.operands):
-                users[operand].append(x)
-        return users
 
 
 # "Each hop over an ICI link has some intrinsic overhead regardless of the data volume. This is typically around 1us":
@@ -276,20 +145,13 @@ class Program:
 
     def __init__(self, hlo: str, slice_: Slice, context: int = 0, pools: dict[int, int] | None = None) -> None:
         self.slice, self.context, self.pools = slice_, context, pools or {}
-        self.computations: dict[str, Computation] = {}
+        self.computations = computations(hlo)
         self.callers: dict[str, tuple[Computation, Instruction]] = {}
         self.loops: dict[str, int] = {}
-        self.entry = ""
-        computation = None
-        for line in _lines(hlo):
-            if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
-                computation = self.computations[opened[2]] = Computation(opened[2])
-                self.entry = opened[2] if opened[1] else self.entry
-            elif computation is not None and (instruction := _instruction(line)):
-                computation.instructions[instruction.name] = instruction
-                if instruction.opcode == "while":
-                    body = instruction.attribute(r"body=%?([\w.-]+)")
-                    self.callers[body] = computation, instruction
+        for computation in self.computations.values():
+            for x in computation.instructions.values():
+                if x.opcode == "while":
+                    self.callers[x.attribute(r"body=%?([\w.-]+)")] = computation, x
         self.frames = _frames(hlo)
 
     def files(self, x: Instruction) -> list[str]:
@@ -300,7 +162,7 @@ class Program:
     @cached_property
     def costs(self) -> list[Cost]:
         """The operations that run."""
-        entry = self.computations[self.entry]
+        entry = self.computations[ENTRY]
         loops = [x for x in entry.instructions.values() if x.opcode == "while"]
         self._rounds = next(
             (x for x in loops if not self._is_over_context(x) and self._known_trips(entry, x) is None), None
@@ -612,18 +474,6 @@ class Program:
             return 1
         steps = [self._constant(body, name) for name in x.operands]
         return next((n for n in steps if n), 1)
-
-
-def _lines(hlo: str) -> Iterator[str]:
-    """Lines, each with those that it goes on in: a kernel's metadata may have ends of lines."""
-    whole = ""
-    for line in hlo.splitlines():
-        if re.match(r"(?:ENTRY )?%?[\w.-]+ \(.*\{$|\s+(?:ROOT )?%?[\w.-]+ = |\}$", line):
-            yield whole
-            whole = line
-        else:
-            whole += line
-    yield whole
 
 
 def devices_of(attributes: str) -> int:

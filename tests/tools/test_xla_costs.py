@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tools.mosaic import kernel
-from tools.xla_costs import HOP, Program, Slice, costliest, devices_of, shapes_of
+from tools.xla_costs import HOP, Program, Slice, costliest, devices_of
+from tools.xla_text import shapes_of
 
 KERNELS = Path(__file__).parent / "pallas"
 ONE, EIGHT = Slice.of("v6e:1x1"), Slice.of("v6e:2x4")
