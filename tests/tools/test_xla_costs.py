@@ -488,6 +488,15 @@ def test_a_grouped_product_reads_each_expert_once_and_no_more_than_rows(rows, ti
 COPIES = (KERNELS / "copies.mlir").read_text()
 
 
+@pytest.mark.parametrize(("context", "pages"), [(256, 1), (1024, 4), (2048, 8)])
+def test_pages_past_the_context_are_not_fetched(context, pages):
+    """Two rows of eight pages, of a pool of 40; the page after the last is the last again."""
+    text = (KERNELS / "pages.mlir").read_bytes()
+    inputs, results, _ = kernel(text, ((2,), (2, 8), (40, 256, 128)), ((2, 8, 128),), context)
+    assert inputs == pytest.approx([0, 0, 2 * pages / 40])
+    assert results == [1.0]
+
+
 @pytest.mark.parametrize(("context", "pieces"), [(0, 0), (512, 4), (1024, 8)])
 def test_copies_in_a_kernel_count_over_the_context(context, pieces):
     """The number of pieces is read from memory: it is taken to be the context's."""
