@@ -2,9 +2,10 @@
 
 The optimised program's text names for each array its tiles, with their padding, and its memory: only memory 0 is HBM.
 
-- A loop counts as often as it runs. Its trips follow from its condition; where they depend on data, a loop of
-  `dflash_jax/ops/attention.py` runs over the context that is asked for, and any other one counts once. Where the
-  program's outermost loop is of these, it is that of the rounds, and what is outside of it runs once a dispatch.
+- A loop counts as often as it runs. Its trips follow from its condition. Where they depend on data, a loop of
+  `dflash_jax/ops/attention.py` runs over the context that is asked for, one of `ops/moe.py` as if each row had an
+  expert of its own, and any other one counts once. If the program's outermost loop is of the last kind, it is that of
+  the rounds, and what is outside of it runs once a dispatch.
 - Of a conditional in `dflash_jax/decoding/sampling.py` the branch of greedy requests without filters, penalties and
   log-probabilities counts (the first), of any other the branch that takes longest.
 - An operation reads its operands in HBM and writes its results there; of an operand that it only slices or gathers, the
@@ -35,7 +36,7 @@ FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "
 SAME = ("bitcast", "copy", "reshape", "convert", "transpose")
 SLICES, UPDATES = ("dynamic-slice", "slice", "gather"), ("dynamic-update-slice", "scatter")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
-SAMPLING, ATTENTION = "decoding/sampling.py", "ops/attention.py"
+SAMPLING, ATTENTION, EXPERTS = "decoding/sampling.py", "ops/attention.py", "ops/moe.py"
 
 
 # "Each hop over an ICI link has some intrinsic overhead regardless of the data volume. This is typically around 1us":
@@ -305,29 +306,40 @@ class Program:
         whole = sum(s.bytes for s in computation.instructions[x.operands[index]].shapes)
         if x.opcode == "fusion":
             fused = self.computations[x.called]
-            return self._taken_inside(fused, fused.parameters[index].name, whole)
+            return int(whole * self._part(fused, fused.parameters[index].name))
         if counted := self._kernel(computation, x):
             return int(counted[0][index] * whole)
         if x.opcode in SLICES and index == 0:
-            return min(whole, x.shapes[0].bytes)
+            return int(whole * min(1.0, x.shapes[0].size / computation.instructions[x.operands[0]].shapes[0].size))
         return 0 if x.opcode in UPDATES and index == 0 else whole
 
-    def _taken_inside(self, fused: Computation, name: str, whole: int) -> int:
-        """Bytes that a fusion takes of an array of ``whole`` bytes."""
-        total = 0
+    def _part(self, fused: Computation, name: str) -> float:
+        """The part of an array that a fusion takes; more than all where a kernel in it reads it again."""
+        slices, kernels, is_returned = self._uses(fused, name)
+        return min(1.0, slices + is_returned) + kernels
+
+    def _uses(self, fused: Computation, name: str) -> tuple[float, float, bool]:
+        """The parts of an array that a fusion takes and that kernels in it take, and whether it returns the array.
+
+        What is converted or laid out anew within a fusion is so where it is taken.
+        """
+        slices, kernels, is_returned = 0.0, 0.0, fused.instructions[name].is_root
         for user in fused.users[name]:
-            index = user.operands.index(name)
-            if user.opcode == "bitcast" or self._is_free(user):
-                total += self._taken_inside(fused, user.name, whole)
-            elif user.opcode == "fusion" and _is_same(self.computations[user.called], index):
-                # What an inner fusion returns as it is, such as a bitcast, is read by that fusion's users.
-                total += self._taken_inside(fused, user.name, whole)
-            elif user.opcode != "tuple":
-                taken = self._taken(fused, user, index)
-                if taken == whole and user.opcode != "custom-call":
-                    return whole
-                total += taken
-        return total
+            index, passes = user.operands.index(name), user.opcode in SAME or self._is_free(user)
+            if user.opcode == "fusion":
+                inner = self.computations[user.called]
+                taken, by_kernels, passes = self._uses(inner, inner.parameters[index].name)
+                slices, kernels = slices + taken, kernels + by_kernels
+            elif user.opcode in SLICES and index == 0:
+                slices += user.shapes[0].size / fused.instructions[name].shapes[0].size
+            elif counted := self._kernel(fused, user):
+                kernels += counted[0][index]
+            elif not passes and user.opcode != "tuple" and not (user.opcode in UPDATES and index == 0):
+                slices += 1.0
+            if passes:
+                taken, by_kernels, returns = self._uses(fused, user.name)
+                slices, kernels, is_returned = slices + taken, kernels + by_kernels, is_returned or returns
+        return slices, kernels, is_returned
 
     def _is_free(self, x: Instruction) -> bool:
         return any(f'"{call}"' in x.attributes for call in FREE_CALLS)
@@ -385,11 +397,35 @@ class Program:
             known, how = ceil(min(self.context, all_of_it) / piece), f"over a context of {self.context:,}"
             if piece == inf:
                 known, how = 1, "takes nothing of a known pool: counted once"
+        elif EXPERTS in next(iter(self.files(x)), "") and (
+            rows := self._rows(self.computations[x.attribute(r"body=%?([\w.-]+)")])
+        ):
+            known, how = rows, "as if each row had an expert of its own"
         else:
             known, how = 1, "depends on data: counted once"
         place = next(iter(self.files(x)), x.name).rpartition("/")[2]
         self.loops[f"{place} ×{known} {how}"] = self.loops.get(f"{place} ×{known} {how}", 0) + times
         return known
+
+    def _rows(self, body: Computation) -> int:
+        """The most blocks of rows that a loop's body can be for: one of a single row for each, or all of its list.
+
+        The body writes a block into an array with room for one more, and reads its expert and its first row of a list.
+        0 where it does not.
+        """
+        rows, lists = [0], [s.dims[0] for s in body.parameters[0].shapes if s.kind == "s32" and s.dims[1:] == (2,)]
+        for x in body.instructions.values():
+            holder = body
+            while x.opcode == "fusion" and self.computations[x.called].root.opcode in (
+                "fusion",
+                "dynamic-update-slice",
+            ):
+                inner = self.computations[x.called]
+                holder, x = inner, inner.root
+            if x.opcode == "dynamic-update-slice":
+                block = holder.instructions[x.operands[1]].shapes[0]
+                rows.append(x.shapes[0].dims[0] - block.dims[0])
+        return min([max(rows), *lists])
 
     def _is_over_context(self, x: Instruction) -> bool:
         return ATTENTION in next(iter(self.files(x)), "")
@@ -510,14 +546,6 @@ def _frames(hlo: str) -> dict[int, list[str]]:
             at = above[at][1]
         frames[frame] = lines
     return frames
-
-
-def _is_same(fused: Computation, index: int) -> bool:
-    """Whether a fusion returns its parameter as it is."""
-    x = fused.root
-    while x.opcode == "bitcast":
-        x = fused.instructions[x.operands[0]]
-    return x.name == fused.parameters[index].name
 
 
 def _dot(x: Instruction, left: Shape) -> float:

@@ -311,6 +311,92 @@ ENTRY %main (w: bf16[256,64,2048], i: s32[]) -> bf16[64,2048] {
     assert moved(found) == (2 * 64 * 2048 * 2, 64 * 2048 * 2)
 
 
+EXPERT = """
+%tiled (w: f8e4m3fn[512,256,4096]) -> f8e4m3fn[512,256,4096] {
+  %w.2 = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} copy(%w.2)
+}
+
+%named (w: f8e4m3fn[512,256,4096]) -> f8e4m3fn[512,256,4096] {
+  %w.3 = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %inner = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} fusion(%w.3), kind=kLoop, calls=%tiled
+  ROOT %bitcast = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} bitcast(%inner)
+}
+
+%expert (w: f8e4m3fn[512,256,4096], i: s32[]) -> bf16[256,4096] {
+  %w.1 = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %i.1 = s32[]{:T(128)S(6)} parameter(1)
+  %outer = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} fusion(%w.1), kind=kLoop, calls=%named
+  %wide = bf16[512,256,4096]{2,1,0:T(8,128)(2,1)} convert(%outer)
+  ROOT %s = bf16[1,256,4096]{2,1,0:T(8,128)(2,1)S(1)} dynamic-slice(%wide, %i.1), dynamic_slice_sizes={1,256,4096}
+}
+
+ENTRY %main (w: f8e4m3fn[512,256,4096], i: s32[]) -> bf16[1,256,4096] {
+  %w = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[]{:T(128)S(6)} parameter(1)
+  ROOT %f = bf16[1,256,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(%w, %i), kind=kLoop, calls=%expert
+}
+"""
+
+
+def test_what_a_fusion_converts_or_lays_out_anew_is_read_where_it_is_taken():
+    assert moved(program(EXPERT)) == (256 * 4096, 0)
+    whole = EXPERT.replace("dynamic-slice(%wide, %i.1)", "negate(%wide)")
+    assert moved(program(whole)) == (512 * 256 * 4096, 0)
+    # A copy that a fusion returns reads all of it.
+    start = EXPERT.index("%expert (w")
+    copy = (
+        EXPERT[:start]
+        + """ENTRY %main (w: f8e4m3fn[512,256,4096]) -> f8e4m3fn[512,256,4096] {
+  %w = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %f = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} fusion(%w), kind=kLoop, calls=%named
+}
+"""
+    )
+    assert moved(program(copy)) == (512 * 256 * 4096, 512 * 256 * 4096)
+
+
+BLOCKS = """
+%body (t: (s32[], bf16[42,128], s32[512,2], s32[])) -> (s32[], bf16[42,128], s32[512,2], s32[]) {
+  %t = (s32[]{:S(6)}, bf16[42,128]{1,0:T(8,128)(2,1)}, s32[512,2]{1,0:T(8,128)S(1)}, s32[]{:S(6)}) parameter(0)
+  %i = s32[]{:S(6)} get-tuple-element(%t), index=0
+  %one = s32[]{:S(6)} constant(1)
+  %more = s32[]{:S(6)} add(%i, %one)
+  %y = bf16[42,128]{1,0:T(8,128)(2,1)} get-tuple-element(%t), index=1
+  %of = s32[512,2]{1,0:T(8,128)S(1)} get-tuple-element(%t), index=2
+  %n = s32[]{:S(6)} get-tuple-element(%t), index=3
+  %block = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} broadcast(%one), dimensions={}
+  %u = bf16[42,128]{1,0:T(8,128)(2,1)} dynamic-update-slice(%y, %block, %i, %i)
+  ROOT %next = (s32[], bf16[42,128], s32[512,2], s32[]) tuple(%more, %u, %of, %n)
+}
+
+%condition (t: (s32[], bf16[42,128], s32[512,2], s32[])) -> pred[] {
+  %v = (s32[]{:S(6)}, bf16[42,128]{1,0:T(8,128)(2,1)}, s32[512,2]{1,0:T(8,128)S(1)}, s32[]{:S(6)}) parameter(0)
+  %j = s32[]{:S(6)} get-tuple-element(%v), index=0
+  %m = s32[]{:S(6)} get-tuple-element(%v), index=3
+  ROOT %lt = pred[]{:S(6)} compare(%j, %m), direction=LT
+}
+
+ENTRY %main (x: bf16[42,128], a: s32[512,2], k: s32[]) -> bf16[42,128] {
+  %zero = s32[]{:S(6)} constant(0)
+  %x = bf16[42,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %a = s32[512,2]{1,0:T(8,128)S(1)} parameter(1)
+  %k = s32[]{:S(6)} parameter(2)
+  %start = (s32[], bf16[42,128], s32[512,2], s32[]) tuple(%zero, %x, %a, %k)
+  %loop = (s32[], bf16[42,128], s32[512,2], s32[]) while(%start), condition=%condition, body=%body,
+    metadata={op_name="f" stack_frame_id=3}
+  ROOT %z = bf16[42,128]{1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_loop_over_blocks_of_experts_has_a_block_for_each_row_or_all_of_its_list():
+    """Blocks of 32 rows for ten choices, of 512 experts; then with a list of seven blocks."""
+    block = 32 * 128 * 2
+    assert moved(program(BLOCKS)) == (0, 10 * block)
+    assert moved(program(BLOCKS.replace("s32[512,2]", "s32[7,2]"))) == (0, 7 * block)
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_an_update_in_place_moves_the_update(is_fused):
     lines = """  %c = bf16[8192,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
