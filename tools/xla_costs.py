@@ -160,14 +160,18 @@ class Program:
         frame = x.attribute(r"stack_frame_id=(\d+)")
         return self.frames.get(int(frame), []) if frame else []
 
+    def _is_from(self, x: Instruction, *files: str) -> bool:
+        """Whether the innermost line that an instruction comes from is in one of these files."""
+        return any(file in line for line in self.files(x)[:1] for file in files)
+
     @cached_property
     def costs(self) -> list[Cost]:
         """The operations that run."""
         entry = self.computations[ENTRY]
-        loops = [x for x in entry.instructions.values() if x.opcode == "while"]
-        self._rounds = next(
-            (x for x in loops if not self._is_over_context(x) and self._known_trips(entry, x) is None), None
-        )
+        loops = [
+            x for x in entry.instructions.values() if x.opcode == "while" and not self._is_from(x, ATTENTION, EXPERTS)
+        ]
+        self._rounds = next((x for x in loops if self._known_trips(entry, x) is None), None)
         self._is_once = self._rounds is not None
         return list(self._costs(entry, 1))
 
@@ -227,8 +231,11 @@ class Program:
             self._is_once = self._is_once or x is self._rounds
         elif x.opcode == "conditional":
             branches = [list(self._costs(self.computations[name], times)) for name in x.branches]
-            is_sampling = SAMPLING in next(iter(self.files(x)), "")
-            yield from branches[0] if is_sampling else max(branches, key=lambda costs: sum(c.total for c in costs))
+            yield from (
+                branches[0]
+                if self._is_from(x, SAMPLING)
+                else max(branches, key=lambda costs: sum(c.total for c in costs))
+            )
         elif x.opcode in ("call", "async-start", "call-start"):
             yield from self._costs(self.computations[x.called], times)
         elif x.opcode not in FREE and not x.opcode.endswith(("-done", "-update")) and not self._is_free(x):
@@ -392,14 +399,12 @@ class Program:
     def _trips(self, computation: Computation, x: Instruction, times: int) -> int:
         if (known := self._known_trips(computation, x)) is not None:
             how = "by its condition"
-        elif self._is_over_context(x):
+        elif self._is_from(x, ATTENTION):
             piece, all_of_it = self._piece(self.computations[x.attribute(r"body=%?([\w.-]+)")])
             known, how = ceil(min(self.context, all_of_it) / piece), f"over a context of {self.context:,}"
             if piece == inf:
                 known, how = 1, "takes nothing of a known pool: counted once"
-        elif EXPERTS in next(iter(self.files(x)), "") and (
-            rows := self._rows(self.computations[x.attribute(r"body=%?([\w.-]+)")])
-        ):
+        elif self._is_from(x, EXPERTS) and (rows := self._rows(self.computations[x.attribute(r"body=%?([\w.-]+)")])):
             known, how = rows, "as if each row had an expert of its own"
         else:
             known, how = 1, "depends on data: counted once"
@@ -426,9 +431,6 @@ class Program:
                 block = holder.instructions[x.operands[1]].shapes[0]
                 rows.append(x.shapes[0].dims[0] - block.dims[0])
         return min([max(rows), *lists])
-
-    def _is_over_context(self, x: Instruction) -> bool:
-        return ATTENTION in next(iter(self.files(x)), "")
 
     def _piece(self, body: Computation) -> tuple[float, int]:
         """The positions of a slot that a loop's body takes from a pool at a time, and those that the pool has.

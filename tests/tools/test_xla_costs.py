@@ -394,6 +394,7 @@ def test_a_loop_over_blocks_of_experts_has_a_block_for_each_row_or_all_of_its_li
     """Blocks of 32 rows for ten choices, of 512 experts; then with a list of seven blocks."""
     block = 32 * 128 * 2
     assert moved(program(BLOCKS)) == (0, 10 * block)
+    assert "once" not in program(BLOCKS).figures()
     assert moved(program(BLOCKS.replace("s32[512,2]", "s32[7,2]"))) == (0, 7 * block)
 
 
