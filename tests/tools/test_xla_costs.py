@@ -395,7 +395,9 @@ def test_a_loop_over_blocks_of_experts_has_a_block_for_each_row_or_all_of_its_li
     block = 32 * 128 * 2
     assert moved(program(BLOCKS)) == (0, 10 * block)
     before = "%x = bf16[42,128]{1,0:T(8,128)(2,1)} parameter(0)"
-    text = BLOCKS.replace(before, before + "\n  %b = bf16[16,128]{1,0:T(8,128)(2,1)} slice(%x), slice={[0:16], [0:128]}")
+    text = BLOCKS.replace(
+        before, before + "\n  %b = bf16[16,128]{1,0:T(8,128)(2,1)} slice(%x), slice={[0:16], [0:128]}"
+    )
     assert "once" not in program(text).figures()
     assert moved(program(BLOCKS.replace("s32[512,2]", "s32[7,2]"))) == (0, 7 * block)
 
