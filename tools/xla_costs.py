@@ -405,7 +405,7 @@ class Program:
             if piece == inf:
                 known, how = 1, "takes nothing of a known pool: counted once"
         elif self._is_from(x, EXPERTS) and (rows := self._rows(self.computations[x.attribute(r"body=%?([\w.-]+)")])):
-            known, how = rows, "as if each row had an expert of its own"
+            known, how = rows, "over all rows, or as if each had an expert of its own"
         else:
             known, how = 1, "depends on data: counted once"
         place = next(iter(self.files(x)), x.name).rpartition("/")[2]
@@ -413,12 +413,12 @@ class Program:
         return known
 
     def _rows(self, body: Computation) -> int:
-        """The most blocks of rows that a loop's body can be for: one of a single row for each, or all of its list.
+        """The most blocks of rows that a loop's body can be for; 0 where it writes none.
 
-        The body writes a block into an array with room for one more, and reads its expert and its first row of a list.
-        0 where it does not.
+        The body writes a block into an array with room for one more. With a list of the blocks, each of one expert, they
+        are as many as rows, or all of the list; without one, each block is after the last.
         """
-        rows, lists = [0], [s.dims[0] for s in body.parameters[0].shapes if s.kind == "s32" and s.dims[1:] == (2,)]
+        rows, lists = [(0, 1)], [s.dims[0] for s in body.parameters[0].shapes if s.kind == "s32" and s.dims[1:] == (2,)]
         for x in body.instructions.values():
             holder = body
             while x.opcode == "fusion" and self.computations[x.called].root.opcode in (
@@ -429,8 +429,9 @@ class Program:
                 holder, x = inner, inner.root
             if x.opcode == "dynamic-update-slice":
                 block = holder.instructions[x.operands[1]].shapes[0]
-                rows.append(x.shapes[0].dims[0] - block.dims[0])
-        return min([max(rows), *lists])
+                rows.append((x.shapes[0].dims[0] - block.dims[0], block.dims[0]))
+        most, size = max(rows)
+        return min(most, *lists) if lists else -(-most // size)
 
     def _piece(self, body: Computation) -> tuple[float, int]:
         """The positions of a slot that a loop's body takes from a pool at a time, and those that the pool has.

@@ -390,7 +390,7 @@ ENTRY %main (x: bf16[42,128], a: s32[512,2], k: s32[]) -> bf16[42,128] {
 """
 
 
-def test_a_loop_over_blocks_of_experts_has_a_block_for_each_row_or_all_of_its_list():
+def test_a_loop_over_blocks_of_rows_has_a_block_for_each_row_or_all_of_its_list():
     """Blocks of 32 rows for ten choices, of 512 experts; then with a list of seven blocks."""
     block = 32 * 128 * 2
     assert moved(program(BLOCKS)) == (0, 10 * block)
@@ -400,6 +400,9 @@ def test_a_loop_over_blocks_of_experts_has_a_block_for_each_row_or_all_of_its_li
     )
     assert "once" not in program(text).figures()
     assert moved(program(BLOCKS.replace("s32[512,2]", "s32[7,2]"))) == (0, 7 * block)
+    # Without a list, blocks of 32 follow one another: 100 rows are four.
+    text = BLOCKS.replace("s32[512,2]", "s32[512]").replace("bf16[42,", "bf16[132,")
+    assert moved(program(text)) == (0, 4 * block)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
