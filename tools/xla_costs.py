@@ -415,8 +415,8 @@ class Program:
     def _rows(self, body: Computation) -> int:
         """The most blocks of rows that a loop's body can be for; 0 where it writes none.
 
-        The body writes a block into an array with room for one more. With a list of the blocks, each of one expert, they
-        are as many as rows, or all of the list; without one, each block is after the last.
+        The body writes a block into an array with room for one more. With a list of the blocks, each of one expert,
+        they are as many as rows, or all of the list; without one, each block is after the last.
         """
         rows, lists = [(0, 1)], [s.dims[0] for s in body.parameters[0].shapes if s.kind == "s32" and s.dims[1:] == (2,)]
         for x in body.instructions.values():
