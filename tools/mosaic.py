@@ -5,7 +5,8 @@ whole numbers are computed here, point by point of the grid.
 
 - A block is not moved again where the same block follows.
 - Copies that the body starts count with what they copy.
-- A number that a kernel reads from memory is not known. Where a loop or a branch depends on one, it is the context.
+- A number that a kernel reads from memory is not known. Where a loop, a branch or a bound depends on one, it is the
+  context.
 - Blocks whose indices are read from memory, such as experts or pages, differ from one another, but there are no more of
   them than the array has, nor is one moved twice: the lists that grouped products and paged attention read are sorted.
 - A grid's bound that is read from memory is the length of the list of indices, or the rows and their tiles where these
@@ -13,8 +14,8 @@ whole numbers are computed here, point by point of the grid.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice, pairwise, product
 from math import prod
@@ -85,14 +86,26 @@ def _assumed(value: Value, context: int) -> int | None:
     return context if operation == "load" else _evaluated(operation, tuple(_assumed(v, context) for v in values))
 
 
+def _placed(value: Value, context: int) -> Value:
+    """A block's index with the context in its bounds; what is read from a list stays what is read there."""
+    if not isinstance(value, tuple):
+        return value
+    operation, values = value
+    if operation == "load":
+        return (operation, tuple(_placed(v, context) for v in values))
+    if isinstance(operation, int) or operation.startswith(("min", "max", "div", "floordiv", "ceildiv", "select")):
+        return _assumed(value, context)
+    return _evaluated(operation, tuple(_placed(v, context) for v in values))
+
+
 class _Run:
     """Runs blocks of a module, for their whole numbers, and adds up copies and products."""
 
     def __init__(self, context: int) -> None:
         self.context = context
         # Bytes of each argument that copies read ("read", argument) and write.
-        self.copied: Counter[tuple[str, int]] = Counter()
-        self.products: Counter[str] = Counter()
+        self.copied: dict[tuple[str, int], float] = defaultdict(float)
+        self.products: dict[str, float] = defaultdict(float)
         # (elements of the list, indices) of each number that is read from memory.
         self.loads: list[tuple[int, tuple[Value, ...]]] = []
         self._counts: dict[Any, bool] = {}
@@ -144,8 +157,10 @@ class _Run:
             self._counts[op] = _counts(op)
         if not self._counts[op]:
             return (None,) * len(carried)
+        trips: Iterable[int | None] = [None]
         # A loop whose bounds are not numbers runs once.
-        trips = [None] if None in (first, last, step) else range(first, last, step or 1)
+        if first is not None and last is not None and step is not None:
+            trips = range(first, last, step or 1)
         for i in trips:
             values.update(zip(body.arguments, (i, *carried), strict=True))
             carried = self.block(body, values)
@@ -244,7 +259,7 @@ def kernel(
         moved = [0.0 if re.search("<(any|hbm)>", str(arguments[i].type)) else 1.0 for i in arrays]
     for i, function in enumerate(indices):
         if function is not None:
-            blocks = _blocks(function, grid, lists, shapes[i], bounds[i])
+            blocks = _blocks(function, grid, shapes[i], bounds[i], context)
             moved[i] = blocks * points / counted * _share(bounds[i], shapes[i])
         elif windows:
             moved[i] = 0.0 if re.search("<(any|hbm)>", str(arguments[arrays[i]].type)) else 1.0
@@ -284,13 +299,14 @@ def _share(bounds: list[int], shape: tuple[int, ...]) -> float:
     return prod(min(b, n) / n for b, n in zip(bounds, shape, strict=True) if n)
 
 
-def _blocks(function, grid: list[int], lists: int, shape: tuple[int, ...], bounds: list[int]) -> float:
+def _blocks(function, grid: list[int], shape: tuple[int, ...], bounds: list[int], context: int) -> float:
     """How many blocks of an array are moved."""
     block = function.regions[0].blocks[0]
-    run = _Run(0)
+    run = _Run(context)
     known: list[tuple[Value, ...]] = []
     for point in _points(grid):
-        known.append(run.block(block, dict(zip(block.arguments, point, strict=False))))
+        place = run.block(block, dict(zip(block.arguments, point, strict=False)))
+        known.append(tuple(_placed(v, context) for v in place))
     changes = 1 + sum(a != b for a, b in pairwise(known))
     read = [any(isinstance(place[i], tuple) for place in known) for i in range(len(bounds))]
     if not any(read):

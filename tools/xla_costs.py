@@ -2,9 +2,10 @@
 
 The optimised program's text names for each array its tiles, with their padding, and its memory: only memory 0 is HBM.
 
-- A loop counts as often as it runs. Its trips follow from its condition; where they depend on data, a loop of
-  `dflash_jax/ops/attention.py` runs over the context that is asked for, and any other one counts once. Where the
-  program's outermost loop is of these, it is that of the rounds, and what is outside of it runs once a dispatch.
+- A loop counts as often as it runs. Its trips follow from its condition. Where they depend on data, a loop of
+  `dflash_jax/ops/attention.py` runs over the context that is asked for, one of `ops/moe.py` as if each row had an
+  expert of its own, and any other one counts once. If the program's outermost loop is of the last kind, it is that of
+  the rounds, and what is outside of it runs once a dispatch.
 - Of a conditional in `dflash_jax/decoding/sampling.py` the branch of greedy requests without filters, penalties and
   log-probabilities counts (the first), of any other the branch that takes longest.
 - An operation reads its operands in HBM and writes its results there; of an operand that it only slices or gathers, the
@@ -18,155 +19,24 @@ import base64
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, inf, prod
 from typing import Any
 
 from dflash_jax.parallel.devices import DEVICES, Device
 from tools.mosaic import kernel
+from tools.xla_text import ENTRY, Computation, Instruction, Shape, computations
 
-BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "token": 0}
-BITS |= {f"{letter}{bits}": bits for letter in "su" for bits in (2, 8, 16, 32)} | {"f32": 32, "f16": 16, "bf16": 16}
 # Operations that move nothing, and the ends of those that count where they start.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"opt-barrier", "add-dependency", "domain"}
 # Custom calls that only name an array anew.
 FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape")
 SAME = ("bitcast", "copy", "reshape", "convert", "transpose")
-SLICES = ("dynamic-slice", "slice", "gather")
+SLICES, UPDATES = ("dynamic-slice", "slice", "gather"), ("dynamic-update-slice", "scatter")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
-SAMPLING, ATTENTION = "decoding/sampling.py", "ops/attention.py"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An array as XLA writes it, such as bf16[16,2048]{1,0:T(8,128)(2,1)S(1)}."""
-
-    kind: str
-    dims: tuple[int, ...]
-    order: tuple[int, ...] = ()
-    tile: tuple[int, ...] = ()
-    memory: int = 0
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return prod(self.dims)
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes with the padding of the tiles."""
-        minor_first = [self.dims[i] for i in self.order] or list(reversed(self.dims))
-        for i, step in enumerate(reversed(self.tile)):
-            if i < len(minor_first):
-                minor_first[i] = -(-minor_first[i] // step) * step
-            else:
-                minor_first.append(step)
-        return prod(minor_first) * BITS.get(self.kind, 8 if self.kind.startswith("f8") else 32) // 8
-
-    @property
-    def in_hbm(self) -> int:
-        """Bytes in HBM."""
-        return self.bytes if self.memory == 0 else 0
-
-
-def shapes_of(text: str) -> list[Shape]:
-    """The arrays of a type in XLA's notation, those of a tuple in their order."""
-    shapes = []
-    for kind, dims, layout in re.findall(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?", text):
-        order, _, rest = layout.partition(":")
-        tile = re.match(r"T\(([\d,]+)\)", rest)
-        memory = re.search(r"S\((\d+)\)", rest)
-        numbers = (re.sub(r"[<= ]", "", dims), order, tile[1] if tile else "")
-        parts = [tuple(int(n) for n in x.split(",") if n) for x in numbers]
-        shapes.append(Shape(kind, *parts, memory=int(memory[1]) if memory else 0))
-    return shapes
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """A line of a computation."""
-
-    name: str
-    shapes: list[Shape]
-    opcode: str
-    operands: list[str]
-    attributes: str
-    is_root: bool = False
-
-    def attribute(self, pattern: str) -> str:
-        """The first group of a pattern in the attributes, or ""."""
-        match = re.search(pattern, self.attributes)
-        return match[1] if match else ""
-
-    @property
-    def called(self) -> str:
-        """The computation that this runs once."""
-        return self.attribute(r"(?:calls|to_apply)=%?([\w.-]+)")
-
-    @property
-    def branches(self) -> list[str]:
-        """A conditional's computations; the first is that of false and of 0."""
-        if names := self.attribute(r"branch_computations=\{([^}]*)\}"):
-            return [name.strip().lstrip("%") for name in names.split(",")]
-        return [self.attribute(rf"{side}_computation=%?([\w.-]+)") for side in ("false", "true")]
-
-
-def _closing(text: str, start: int) -> int:
-    """The place after the parenthesis that closes the one at ``start``."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i + 1
-    return len(text)
-
-
-def _instruction(line: str) -> Instruction | None:
-    match = re.match(r"\s+(ROOT )?%?([\w.-]+) = ", line)
-    if not match:
-        return None
-    start = match.end()
-    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    opcode = re.match(r" ([a-z][\w-]*)\(", line[end:])
-    if not opcode:
-        return None
-    opened = end + opcode.end() - 1
-    closed = _closing(line, opened)
-    inside, attributes = line[opened:closed], line[closed:]
-    operands = [] if opcode[1] in ("constant", "parameter") else re.findall(r"%([\w.-]+)", inside)
-    if opcode[1] in ("constant", "parameter"):
-        attributes = inside + attributes
-    return Instruction(match[2], shapes_of(line[start:end]), opcode[1], operands, attributes, bool(match[1]))
-
-
-@dataclass
-class Computation:
-    """A computation's instructions by name, in the order in which they run."""
-
-    name: str
-    instructions: dict[str, Instruction] = field(default_factory=dict)
-
-    @cached_property
-    def root(self) -> Instruction:
-        """What it returns."""
-        return next(x for x in reversed(self.instructions.values()) if x.is_root)
-
-    @cached_property
-    def parameters(self) -> list[Instruction]:
-        """Its parameters in their order."""
-        found = [x for x in self.instructions.values() if x.opcode == "parameter"]
-        return sorted(found, key=lambda x: int(x.attribute(r"^\((\d+)\)")))
-
-    @cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that take what each one returns."""
-        users = defaultdict(list)
-        for x in self.instructions.values():
-            for operand in dict.fromkeys(x.operands):
-                users[operand].append(x)
-        return users
+SAMPLING, ATTENTION, EXPERTS = "decoding/sampling.py", "ops/attention.py", "ops/moe.py"
 
 
 # "Each hop over an ICI link has some intrinsic overhead regardless of the data volume. This is typically around 1us":
@@ -276,20 +146,13 @@ class Program:
 
     def __init__(self, hlo: str, slice_: Slice, context: int = 0, pools: dict[int, int] | None = None) -> None:
         self.slice, self.context, self.pools = slice_, context, pools or {}
-        self.computations: dict[str, Computation] = {}
+        self.computations = computations(hlo)
         self.callers: dict[str, tuple[Computation, Instruction]] = {}
         self.loops: dict[str, int] = {}
-        self.entry = ""
-        computation = None
-        for line in _lines(hlo):
-            if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
-                computation = self.computations[opened[2]] = Computation(opened[2])
-                self.entry = opened[2] if opened[1] else self.entry
-            elif computation is not None and (instruction := _instruction(line)):
-                computation.instructions[instruction.name] = instruction
-                if instruction.opcode == "while":
-                    body = instruction.attribute(r"body=%?([\w.-]+)")
-                    self.callers[body] = computation, instruction
+        for computation in self.computations.values():
+            for x in computation.instructions.values():
+                if x.opcode == "while":
+                    self.callers[x.attribute(r"body=%?([\w.-]+)")] = computation, x
         self.frames = _frames(hlo)
 
     def files(self, x: Instruction) -> list[str]:
@@ -297,14 +160,18 @@ class Program:
         frame = x.attribute(r"stack_frame_id=(\d+)")
         return self.frames.get(int(frame), []) if frame else []
 
+    def _is_from(self, x: Instruction, *files: str) -> bool:
+        """Whether the innermost line that an instruction comes from is in one of these files."""
+        return any(file in line for line in self.files(x)[:1] for file in files)
+
     @cached_property
     def costs(self) -> list[Cost]:
         """The operations that run."""
-        entry = self.computations[self.entry]
-        loops = [x for x in entry.instructions.values() if x.opcode == "while"]
-        self._rounds = next(
-            (x for x in loops if not self._is_over_context(x) and self._known_trips(entry, x) is None), None
-        )
+        entry = self.computations[ENTRY]
+        loops = [
+            x for x in entry.instructions.values() if x.opcode == "while" and not self._is_from(x, ATTENTION, EXPERTS)
+        ]
+        self._rounds = next((x for x in loops if self._known_trips(entry, x) is None), None)
         self._is_once = self._rounds is not None
         return list(self._costs(entry, 1))
 
@@ -351,7 +218,7 @@ class Program:
                     pending[x.name] = [cost, 0.0]
                     continue
                 for started in pending.values():
-                    started[1] += cost.total / times
+                    started[1] += cost.total / max(times, 1)
                 yield cost
         yield from (cost for cost, _ in pending.values())
 
@@ -364,8 +231,11 @@ class Program:
             self._is_once = self._is_once or x is self._rounds
         elif x.opcode == "conditional":
             branches = [list(self._costs(self.computations[name], times)) for name in x.branches]
-            is_sampling = any(SAMPLING in file for file in self.files(x)[:1])
-            yield from branches[0] if is_sampling else max(branches, key=lambda costs: sum(c.total for c in costs))
+            yield from (
+                branches[0]
+                if self._is_from(x, SAMPLING)
+                else max(branches, key=lambda costs: sum(c.total for c in costs))
+            )
         elif x.opcode in ("call", "async-start", "call-start"):
             yield from self._costs(self.computations[x.called], times)
         elif x.opcode not in FREE and not x.opcode.endswith(("-done", "-update")) and not self._is_free(x):
@@ -426,56 +296,57 @@ class Program:
                 else next(s for s in x.shapes[len(x.operands) :] if s.kind == source.kind)
             )
             return result.bytes if source.memory == 0 else 0, result.in_hbm, []
-        if body := x.attribute(r'"body":"([A-Za-z0-9+/=]+)"'):
-            return self._kernel(body, [s for _, shapes in operands for s in shapes], x.shapes)
-        read = sum(self._read(x, i, shapes) for i, shapes in operands)
+        read = sum(self._taken(computation, x, i) for i, s in operands if any(shape.in_hbm for shape in s))
         return read, sum(self._written(computation, x)), self._products(computation, x)
 
-    def _kernel(self, body: str, inputs: list[Shape], results: list[Shape]) -> tuple[int, int, list[tuple[str, float]]]:
-        """`_bytes` of a Pallas kernel."""
-        shapes = (tuple(s.dims for s in arrays) for arrays in (inputs, results))
-        taken, given, products = kernel(base64.b64decode(body), *shapes, self.context)
-        read, written = (
-            sum(part * s.in_hbm for part, s in zip(parts, arrays, strict=True))
-            for parts, arrays in ((taken, inputs), (given, results))
-        )
-        return int(read), int(written), [(kind.lower(), n) for kind, n in products.items()]
+    def _kernel(
+        self, computation: Computation, x: Instruction
+    ) -> tuple[list[float], list[float], dict[str, float]] | None:
+        """What `tools.mosaic.kernel` counts of a Pallas kernel; None for other operations."""
+        if x.opcode != "custom-call" or not (body := x.attribute(r'"body":"([A-Za-z0-9+/=]+)"')):
+            return None
+        inputs = tuple(s.dims for name in x.operands for s in computation.instructions[name].shapes)
+        return kernel(base64.b64decode(body), inputs, tuple(s.dims for s in x.shapes), self.context)
 
-    def _read(self, x: Instruction, index: int, shapes: list[Shape]) -> int:
-        """Bytes of HBM that an operation reads of an operand."""
-        whole = sum(s.in_hbm for s in shapes)
-        return min(whole, self._taken(x, index, shapes)) if whole else 0
-
-    def _taken(self, x: Instruction, index: int, shapes: list[Shape]) -> int:
+    def _taken(self, computation: Computation, x: Instruction, index: int) -> int:
         """Bytes that an operation takes of an operand, in whatever memory that is."""
-        whole = sum(s.bytes for s in shapes)
+        whole = sum(s.bytes for s in computation.instructions[x.operands[index]].shapes)
         if x.opcode == "fusion":
             fused = self.computations[x.called]
-            return min(whole, self._read_inside(fused, fused.parameters[index].name, whole))
+            return int(whole * self._part(fused, fused.parameters[index].name))
+        if counted := self._kernel(computation, x):
+            return int(counted[0][index] * whole)
         if x.opcode in SLICES and index == 0:
-            return min(whole, x.shapes[0].bytes)
-        return 0 if x.opcode in ("dynamic-update-slice", "scatter") and index == 0 else whole
+            return int(whole * min(1.0, x.shapes[0].size / computation.instructions[x.operands[0]].shapes[0].size))
+        return 0 if x.opcode in UPDATES and index == 0 else whole
 
-    def _read_inside(self, fused: Computation, name: str, whole: int) -> int:
-        """Bytes that a fusion reads of an array."""
-        total = 0
+    def _part(self, fused: Computation, name: str) -> float:
+        """The part of an array that a fusion takes; more than all where a kernel in it reads it again."""
+        slices, kernels, is_returned = self._uses(fused, name)
+        return min(1.0, slices + is_returned) + kernels
+
+    def _uses(self, fused: Computation, name: str) -> tuple[float, float, bool]:
+        """The parts of an array that a fusion takes and that kernels in it take, and whether it returns the array.
+
+        What is converted or laid out anew within a fusion is so where it is taken.
+        """
+        slices, kernels, is_returned = 0.0, 0.0, fused.instructions[name].is_root
         for user in fused.users[name]:
-            index = user.operands.index(name)
-            if user.opcode in SLICES and index == 0:
-                total += user.shapes[0].bytes
-            elif user.opcode == "bitcast" or (user.opcode == "custom-call" and self._is_free(user)):
-                total += self._read_inside(fused, user.name, whole)
-            elif user.opcode == "fusion":
+            index, passes = user.operands.index(name), user.opcode in SAME or self._is_free(user)
+            if user.opcode == "fusion":
                 inner = self.computations[user.called]
-                total += self._read_inside(inner, inner.parameters[index].name, whole)
-                # What an inner fusion returns as it is, such as a bitcast, is read by that fusion's users.
-                if _is_same(inner, index):
-                    total += self._read_inside(fused, user.name, whole)
-            elif user.opcode in ("dynamic-update-slice", "scatter") and index == 0:
-                pass
-            elif user.opcode != "tuple":
-                return whole
-        return total
+                taken, by_kernels, passes = self._uses(inner, inner.parameters[index].name)
+                slices, kernels = slices + taken, kernels + by_kernels
+            elif user.opcode in SLICES and index == 0:
+                slices += user.shapes[0].size / fused.instructions[name].shapes[0].size
+            elif counted := self._kernel(fused, user):
+                kernels += counted[0][index]
+            elif not passes and user.opcode != "tuple" and not (user.opcode in UPDATES and index == 0):
+                slices += 1.0
+            if passes:
+                taken, by_kernels, returns = self._uses(fused, user.name)
+                slices, kernels, is_returned = slices + taken, kernels + by_kernels, is_returned or returns
+        return slices, kernels, is_returned
 
     def _is_free(self, x: Instruction) -> bool:
         return any(f'"{call}"' in x.attributes for call in FREE_CALLS)
@@ -489,24 +360,29 @@ class Program:
             if fused.root.opcode == "tuple":
                 roots = [fused.instructions[name] for name in fused.root.operands]
             if len(roots) == len(results):
-                return [
-                    min(n, self._updated(fused, root, n)) if n else 0 for n, root in zip(results, roots, strict=True)
-                ]
-        return [min(n, _update(computation, x, n)) for n in results]
+                return [self._updated(fused, root, n, 0) for n, root in zip(results, roots, strict=True)]
+        return [self._updated(computation, x, n, i) for i, n in enumerate(results)]
 
-    def _updated(self, fused: Computation, root: Instruction, whole: int) -> int:
-        """Bytes of a fusion's result that it writes: an update in place is that of the update."""
-        while root.opcode == "bitcast":
-            root = fused.instructions[root.operands[0]]
-        if root.opcode == "fusion":
-            inner = self.computations[root.called]
-            return self._updated(inner, inner.root, whole)
-        return _update(fused, root, whole)
+    def _updated(self, computation: Computation, x: Instruction, whole: int, index: int) -> int:
+        """Bytes that an operation writes of its result of ``whole`` bytes: of an update in place the update."""
+        while x.opcode == "bitcast":
+            x = computation.instructions[x.operands[0]]
+        if x.opcode == "fusion" and self.computations[x.called].root.opcode != "tuple":
+            inner = self.computations[x.called]
+            return self._updated(inner, inner.root, whole, index)
+        if counted := self._kernel(computation, x):
+            return int(counted[1][index] * whole)
+        if x.opcode in UPDATES:
+            update = computation.instructions[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]]
+            return min(whole, update.shapes[0].bytes)
+        return whole
 
     def _products(self, computation: Computation, x: Instruction) -> list[tuple[str, float]]:
         if x.opcode == "fusion":
             fused = self.computations[x.called]
             return [p for y in fused.instructions.values() for p in self._products(fused, y)]
+        if counted := self._kernel(computation, x):
+            return [(kind.lower(), n) for kind, n in counted[2].items()]
         if x.opcode in ("dot", "convolution"):
             left, right = (computation.instructions[name].shapes[0] for name in x.operands[:2])
             kind = left.kind if left.kind == right.kind else ""
@@ -523,19 +399,39 @@ class Program:
     def _trips(self, computation: Computation, x: Instruction, times: int) -> int:
         if (known := self._known_trips(computation, x)) is not None:
             how = "by its condition"
-        elif self._is_over_context(x):
+        elif self._is_from(x, ATTENTION):
             piece, all_of_it = self._piece(self.computations[x.attribute(r"body=%?([\w.-]+)")])
             known, how = ceil(min(self.context, all_of_it) / piece), f"over a context of {self.context:,}"
             if piece == inf:
                 known, how = 1, "takes nothing of a known pool: counted once"
+        elif self._is_from(x, EXPERTS) and (rows := self._rows(self.computations[x.attribute(r"body=%?([\w.-]+)")])):
+            known, how = rows, "over all rows, or as if each had an expert of its own"
         else:
             known, how = 1, "depends on data: counted once"
         place = next(iter(self.files(x)), x.name).rpartition("/")[2]
         self.loops[f"{place} ×{known} {how}"] = self.loops.get(f"{place} ×{known} {how}", 0) + times
         return known
 
-    def _is_over_context(self, x: Instruction) -> bool:
-        return any(ATTENTION in file for file in self.files(x)[:2])
+    def _rows(self, body: Computation) -> int:
+        """The most blocks of rows that a loop's body can be for; 0 where it writes none.
+
+        The body writes a block into an array with room for one more. With a list of the blocks, each of one expert,
+        they are as many as rows, or all of the list; without one, each block is after the last.
+        """
+        rows, lists = [(0, 1)], [s.dims[0] for s in body.parameters[0].shapes if s.kind == "s32" and s.dims[1:] == (2,)]
+        for x in body.instructions.values():
+            holder = body
+            while x.opcode == "fusion" and self.computations[x.called].root.opcode in (
+                "fusion",
+                "dynamic-update-slice",
+            ):
+                inner = self.computations[x.called]
+                holder, x = inner, inner.root
+            if x.opcode == "dynamic-update-slice":
+                block = holder.instructions[x.operands[1]].shapes[0]
+                rows.append((x.shapes[0].dims[0] - block.dims[0], block.dims[0]))
+        most, size = max(rows)
+        return min(most, *lists) if lists else -(-most // size)
 
     def _piece(self, body: Computation) -> tuple[float, int]:
         """The positions of a slot that a loop's body takes from a pool at a time, and those that the pool has.
@@ -547,7 +443,7 @@ class Program:
                 array = body.instructions[name].shapes
                 if x.opcode in ("fusion", *SLICES) and len(array) == 1 and array[0].size in self.pools:
                     positions = self.pools[array[0].size]
-                    return positions * self._taken(x, i, array) / array[0].bytes, positions
+                    return positions * self._taken(body, x, i) / array[0].bytes, positions
         return inf, 0
 
     def _known_trips(self, computation: Computation, x: Instruction) -> int | None:
@@ -572,7 +468,7 @@ class Program:
             self._start(condition, name, computation, x) if c is None else c
             for name, c in zip(names, constants, strict=True)
         ]
-        if None in ends:
+        if ends[0] is None or ends[1] is None:
             return None
         index = self._element(condition, names[0])
         step = 1 if index is None else self._step(x, index)
@@ -619,18 +515,6 @@ class Program:
         return next((n for n in steps if n), 1)
 
 
-def _lines(hlo: str) -> Iterator[str]:
-    """Lines, each with those that it goes on in: a kernel's metadata may have ends of lines."""
-    whole = ""
-    for line in hlo.splitlines():
-        if re.match(r"(?:ENTRY )?%?[\w.-]+ \(.*\{$|\s+(?:ROOT )?%?[\w.-]+ = |\}$", line):
-            yield whole
-            whole = line
-        else:
-            whole += line
-    yield whole
-
-
 def devices_of(attributes: str) -> int:
     """The devices of each group of a collective."""
     if mesh := re.search(r"replica_groups=(?:mesh)?\[([^\]]*)\](?: ?\{([^}]*)\})", attributes):
@@ -652,36 +536,19 @@ def _frames(hlo: str) -> dict[int, list[str]]:
         for place, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", located, re.M)
     }
     stack = hlo.partition("StackFrames")[2].partition("\n\n")[0]
+    # A frame's parent is written as its number and one; one is none.
     above = {
-        int(frame): (places.get(place, ""), int(parent))
+        int(frame): (places.get(place, ""), int(parent) - 1)
         for frame, place, parent in re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", stack, re.M)
     }
     frames = {}
     for frame in above:
-        lines, at, seen = [], frame, set()
-        while at in above and at not in seen:
-            seen.add(at)
+        lines, at = [], frame
+        while at in above and len(lines) < len(above):
             lines.append(above[at][0])
             at = above[at][1]
         frames[frame] = lines
     return frames
-
-
-def _is_same(fused: Computation, index: int) -> bool:
-    """Whether a fusion returns its parameter as it is."""
-    x = fused.root
-    while x.opcode == "bitcast":
-        x = fused.instructions[x.operands[0]]
-    return x.name == fused.parameters[index].name
-
-
-def _update(computation: Computation, x: Instruction, whole: int) -> int:
-    """Bytes that an operation writes of an array of ``whole`` bytes."""
-    if x.opcode == "dynamic-update-slice":
-        return computation.instructions[x.operands[1]].shapes[0].bytes
-    if x.opcode == "scatter":
-        return computation.instructions[x.operands[2]].shapes[0].bytes
-    return whole
 
 
 def _dot(x: Instruction, left: Shape) -> float:

@@ -14,7 +14,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.decoding.state import Settings
 from dflash_jax.ops.cache import DeltaState, KVCache
 from dflash_jax.sampling_params import MAX_LOGPROBS
-from tools.xla_text import computations, copied_bytes, shape_key
+from tools.xla_text import ENTRY, computations, copied_bytes, shape_key
 
 
 def session(llm: LLM, tokens: int) -> None:
@@ -51,7 +51,7 @@ def inspect(llm: LLM, tokens: int = 24) -> dict:
     kv = [x for layer in layers if isinstance(layer, KVCache) for x in (layer.k, layer.v)]
     recurrent = [layer.recurrent for layer in layers if isinstance(layer, DeltaState)]
     return {
-        "outer_while_loops": len(re.findall(r" while\(", "\n".join(computations(hlo)["ENTRY"]))),
+        "outer_while_loops": sum(x.opcode == "while" for x in computations(hlo)[ENTRY].instructions.values()),
         "callbacks": len(re.findall(r'custom_call_target="[^"]*callback[^"]*"', hlo)),
         "compiled_programs": count,
         "programs": sorted({str(k[0]) for k in programs.compiled}),

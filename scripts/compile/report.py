@@ -50,9 +50,10 @@ def floor(programs, layout, device, tokens: int, context: int, slots: int) -> di
         longer of both, added up. Experts are those that tokens choose by chance.
     """
     target, drafter = programs.pair
-    batch, drafts = slots // layout.data, drafter is not None and tokens > slots // layout.data
+    batch = slots // layout.data
+    drafts = drafter is not None and tokens > batch and context > 0
     work, slot = weigh(target, layout).work(tokens), measure_slot(target, drafter, layout)
-    if drafts and context:
+    if drafter is not None and drafts:
         passes, per_pass = drafter.config.passes(tokens // batch)
         work += passes * weigh(drafter, layout).work(batch * per_pass)
     # A prefill chunk writes what a step reads.

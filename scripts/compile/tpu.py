@@ -1,19 +1,24 @@
-"""Writes benchmarks/tpu.json and tpu.md: predicted times and tokens a second of systems on slices of TPUs.
+"""Writes benchmarks/tpu.json and the tables of tpu.md: predicted times and tokens a second of systems on TPUs.
 
     python scripts/compile/tpu.py [--only TEXT] [--again] [--page]
 
 Compiles the first four and the first eight layers of a system by `report.py` and takes each further layer to be like
 the fifth to the eighth. Rows already in the file are kept unless --again is given, so an interrupted run goes on. It
-needs libtpu; --page writes the page of what is in the file.
+needs libtpu; --page writes the tables of what is in the file.
 """
 
 import argparse
 import json
+import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
+from dflash_jax.parallel.devices import DEVICES
 from tools.compile_report import reported
 
 FIGURES = Path(__file__).parents[2] / "benchmarks" / "tpu.json"
+PAGE = FIGURES.with_suffix(".md")
 CONTEXT = 4096
 SHORT, LONG = 4, 8
 # (system, slice), by importance. Programs are compiled for all of a group before the next kind is.
@@ -28,14 +33,14 @@ GROUPS = [
     [(system, device) for device in ("v5p:2x2x1", "v5e:2x4") for system in ("qwen3.6-35b-a3b", "qwen3.8-27b")],
     [("qwen3.5-397b-a17b-fp8", "v6e:4x8"), ("qwen3.5-397b-a17b", "v5p:2x2x4")],
 ]
-KINDS = [
-    "--slots 1 --programs plain round",
-    "--slots 1 --programs prefill --chunk 1024",
-    "--slots 1 --programs prefill --chunk 4096",
-    "--slots 32 --programs plain round",
-    "--slots 1 --programs round --block-size 8",
-    "--slots 8 --programs plain round",
-]
+KINDS = {
+    "--slots 1 --programs plain round": "one slot",
+    "--slots 1 --programs prefill --chunk 1024": "prefill of 1,024",
+    "--slots 1 --programs prefill --chunk 4096": "prefill of 4,096",
+    "--slots 32 --programs plain round": "32 slots",
+    "--slots 1 --programs round --block-size 8": "a round of 8",
+    "--slots 8 --programs plain round": "8 slots",
+}
 # Mean acceptance lengths that the drafters' authors publish, by system and block size, and where.
 ACCEPTANCE = {
     ("qwen3.6-35b-a3b", 16): 6.02,
@@ -44,6 +49,7 @@ ACCEPTANCE = {
     ("qwen3.5-397b-a17b", 16): 6.02,
 }
 MEGAKERNELS, THEIR_ACCEPTANCE = 1515, 6.0
+THEIR_ROW = "qwen3.8-27b", "tpu7x:2x2x1", 1
 
 
 def commands() -> list[str]:
@@ -58,7 +64,7 @@ def commands() -> list[str]:
     ]
 
 
-def whole(short, long, layers: int):
+def whole(short: Any, long: Any, layers: int) -> Any:
     """A figure, or a tree of figures, of ``layers`` layers, from those of four and of eight."""
     if isinstance(short, dict):
         return {k: whole(v, long[k], layers) for k, v in short.items() if k in long and not isinstance(v, str)}
@@ -77,7 +83,9 @@ def programs(rows: dict[str, dict]) -> list[dict]:
         for name, figures in short["programs"].items():
             if "failed" in figures or "failed" in long["programs"][name]:
                 continue
-            kept = [{k: f[name][k] for k in ("counted", "floor")} for f in (short["programs"], long["programs"])]
+            kept, further = (
+                {k: f[name][k] for k in ("counted", "floor")} for f in (short["programs"], long["programs"])
+            )
             found.append(
                 {
                     "system": short["config"],
@@ -86,7 +94,7 @@ def programs(rows: dict[str, dict]) -> list[dict]:
                     "layers": short["depth"],
                     "name": name,
                     "tokens": figures["tokens"],
-                    **whole(*kept, short["depth"]),
+                    **whole(kept, further, short["depth"]),
                 }
             )
     return found
@@ -151,13 +159,17 @@ def speeds_table(found: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def missing(rows: dict[str, dict]) -> list[str]:
-    """Commands without figures, with the reason where there is one."""
-    return [
-        f"- `{command}`" + (f": {said}" if (said := failure(rows.get(command, {}))) else "")
-        for command in commands()
-        if failure(rows.get(command, {"failed": ""})) is not None
-    ]
+def missing(rows: dict[str, dict]) -> str:
+    """Markdown: what has no figures, a line for each system and slice, with the reason where there is one."""
+    lines: dict[str, list[str]] = {f"{system} on {device}": [] for group in GROUPS for system, device in group}
+    for command in commands():
+        said = failure(rows.get(command, {"failed": ""}))
+        name, _, device, _, _, kind = command.split(" ", 5)
+        kind = kind.rpartition(" --layers")[0]
+        text = KINDS[kind] + (f" ({said})" if said else "")
+        if said is not None and text not in lines[f"{name} on {device}"]:
+            lines[f"{name} on {device}"].append(text)
+    return "\n".join(f"- {place}: {', '.join(kinds)}" for place, kinds in lines.items() if kinds) + "\n"
 
 
 def failure(row: dict) -> str | None:
@@ -168,10 +180,86 @@ def failure(row: dict) -> str | None:
     return said[0] if said else None
 
 
-def page(rows: dict[str, dict]) -> str:
-    """The page of the figures."""
+def chips_table() -> str:
+    """Markdown: what the arithmetic takes of each TPU."""
+    lines = [
+        "| device | memory GiB | HBM TB/s | bfloat16 TFLOP/s | FP8 | int8 | link GB/s | clock GHz |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, d in DEVICES.items():
+        if d.platform == "tpu":
+            cells = d.memory / 2**30, d.bandwidth / 1e12, *(n / 1e12 for n in (d.operations, d.fp8, d.int8))
+            figures = [f"{n:,.4g}" if n else "as bfloat16" for n in (*cells, d.link / 1e9, d.clock / 1e9)]
+            lines.append(f"| {name}{', half a chip' if name == 'tpu7x' else ''} | {' | '.join(figures)} |")
+    return "\n".join(lines) + "\n"
+
+
+def megakernels(found: list[dict]) -> str:
+    """What would have to be true to be faster than the megakernels."""
+    p = next(
+        (p for p in found if (p["system"], p["slice"], p["slots"]) == THEIR_ROW and p["name"] == "round"),
+        None,
+    )
+    if p is None:
+        return "Not compiled yet.\n"
+    c, floor = p["counted"], p["floor"]["seconds"]
+    theirs = THEIR_ACCEPTANCE / MEGAKERNELS
+    left = theirs - floor - c["collective_s"]
+    published = ACCEPTANCE[p["system"], p["tokens"]]
+    rows = [
+        ("their round: acceptance 6 at 1,515 tokens/s", theirs),
+        ("our floor: weights, caches and states once, at all of the bandwidth", floor),
+        (f"{c['collectives']:,.0f} collectives of our round, at 1 µs a hop", c["collective_s"]),
+        ("left for everything else", left),
+        ("our round, predicted: every operation by bytes and products", c["predicted_s"]),
+        ("our round by the compiler's estimate", c["compiler_s"]),
+        ("what XLA copies once a dispatch", c["once"]["predicted_s"]),
+    ]
+    table = "".join(f"| {name} | {1e3 * seconds:.2f} |\n" for name, seconds in rows)
+    runs, each = c["runs"], (c["compiler_s"] - c["collective_s"]) / c["runs"]
+    allowed, once = left / runs, c["once"]["predicted_s"]
+    said = [
+        f"**Bytes.** A device reads {p['floor']['bytes'] / 1e9:.2f} GB a round: {1e3 * floor:.2f} ms at all of the "
+        f"bandwidth, {1e3 * floor / 0.8:.2f} ms at 80 % of it. bfloat16 leaves room.",
+        f"**Collectives.** {c['collectives'] / p['layers']:.1f} a layer take {1e3 * c['collective_s']:.2f} ms, nearly "
+        "all of it latency: a sum goes along three axes and back, six hops. An exchange in one phase, three hops, "
+        "saves half of it.",
+        f"**Operations.** XLA's program runs {runs:,.0f} a round, so that {1e6 * allowed:.2f} µs are left for each. "
+        f"The compiler estimates {1e6 * each:.2f} µs on average: a round needs {each / allowed:.0f} times fewer, as "
+        "kernels that do more, such as one a sublayer.",
+        "**Copies.** Weights must be placed in the layout that the loop reads. XLA copies them once a dispatch, in "
+        f"{1e3 * once:.2f} ms, as long as {once / c['predicted_s']:.1f} rounds. In a compiled example the copy is gone "
+        "where a v7's weight is placed in tiles of 16 x 128 (`jax.experimental.layout`).",
+        f"**Acceptance.** With the program as it is, a round must yield {MEGAKERNELS * c['predicted_s']:.1f} tokens by "
+        f"the arithmetic and {MEGAKERNELS * c['compiler_s']:.1f} by the compiler's estimate. It has {p['tokens']} at "
+        "most.",
+    ]
+    bullets = "\n".join(textwrap.fill(x, 120, initial_indent="- ", subsequent_indent="  ") for x in said)
+    return f"""| {p["system"]} on {p["slice"]}, a round of {p["tokens"]}, one request | ms |
+|---|---|
+{table}
+To reach 1,515 tokens/s a round may take {1e3 * theirs:.2f} ms at acceptance 6, and {1e3 * published / MEGAKERNELS:.2f}
+ms at the {published:.2f} that the drafter's authors publish. What would have to be true:
+
+{bullets}
+"""
+
+
+def page(text: str, rows: dict[str, dict]) -> str:
+    """The page with its tables written anew, each between a comment with its name and `<!-- end -->`."""
     found = programs(rows)
-    return times_table(found) + "\n" + speeds_table(found) + "\n" + "\n".join(missing(rows)) + "\n"
+    tables = {
+        "chips": chips_table(),
+        "times": times_table(found),
+        "speeds": speeds_table(found),
+        "megakernels": megakernels(found),
+        "missing": missing(rows),
+    }
+    for name, table in tables.items():
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(?=<!-- end -->)", lambda m, t=table: m[1] + "\n" + t + "\n", text, flags=re.S
+        )
+    return text
 
 
 def main() -> None:
@@ -187,7 +275,7 @@ def main() -> None:
             print(command, flush=True)
             rows[command] = reported("report.py", command)
             FIGURES.write_text(json.dumps({c: rows[c] for c in commands() if c in rows}, indent=1) + "\n")
-    FIGURES.with_suffix(".md").write_text(page(rows))
+    PAGE.write_text(page(PAGE.read_text(), rows))
 
 
 if __name__ == "__main__":

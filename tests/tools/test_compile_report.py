@@ -14,6 +14,7 @@ from tools.xla_text import KERNELS, copied_bytes, thunk_kinds, weights_read, wri
 
 ROOT = Path(__file__).parents[2]
 compile_table, compile_train = load_script("compile/table.py"), load_script("compile/train.py")
+compile_tpu = load_script("compile/tpu.py")
 
 RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
 TRAINING = json.loads((ROOT / "benchmarks/training.json").read_text())
@@ -24,6 +25,7 @@ SPENT = (
     "temporaries",
     "written",
 )
+COUNTED = ("predicted_s", "compiler_s", "read", "written", "operations", "runs", "sent")
 # The models whole take minutes a row and much memory: DFLASH_COMPILE_FULL=1.
 FULL = bool(os.environ.get("DFLASH_COMPILE_FULL"))
 FIGURES = RECORDED["four-layers"] | (RECORDED["full"] if FULL else {})
@@ -34,6 +36,36 @@ PYTHON = os.environ.get("DFLASH_COMPILE_PYTHON", sys.executable)
 
 def test_the_page_is_that_of_the_figures():
     assert (ROOT / "benchmarks/compile.md").read_text() == compile_table.page(RECORDED)
+
+
+def test_the_tables_of_tpus_are_those_of_the_figures():
+    rows, text = json.loads(compile_tpu.FIGURES.read_text()), compile_tpu.PAGE.read_text()
+    assert compile_tpu.page(text, rows) == text
+    assert all(f"<!-- {name} -->" in text for name in ("chips", "times", "speeds", "megakernels", "missing"))
+
+
+def test_figures_of_whole_models_are_linear_in_their_layers():
+    """From four and eight layers: 10 + 3 a layer are 130 of 40. What one of the two lacks is left out."""
+    short, long = ({"counted": {"read": 10 + 3 * n, "loops": {f"×{n}": 1}}, "name": "x"} for n in (4, 8))
+    assert compile_tpu.whole(short, long, 40) == {"counted": {"read": 130, "loops": {}}}
+    system, device = compile_tpu.GROUPS[0][0]
+    rows = {
+        command: {
+            "config": system,
+            "device": device,
+            "slots": 1,
+            "depth": 40,
+            "programs": {"plain": {"counted": {"read": n}, "floor": {"bytes": 2 * n}, "tokens": 1}},
+        }
+        for command, n in zip(compile_tpu.commands()[:2], (4, 8), strict=True)
+    }
+    (found,) = compile_tpu.programs(rows)
+    assert (found["counted"], found["floor"], found["layers"]) == ({"read": 40}, {"bytes": 80}, 40)
+    assert not compile_tpu.programs(dict(list(rows.items())[:1]))
+    rest = compile_tpu.missing(rows)
+    assert rest.startswith(f"- {system} on {device}: prefill of 1,024, prefill of 4,096, 32 slots")
+    rows[compile_tpu.commands()[2]] = {"failed": "no memory"}
+    assert "one slot (no memory)" in compile_tpu.missing(rows)
 
 
 def test_calls_are_shown_where_they_are_fewer_than_kernels():
@@ -76,6 +108,8 @@ def assert_no_worse(found: dict, recorded: dict, name: str) -> None:
     for figure in SPENT:
         if figure in recorded:
             assert found[figure] <= 1.1 * recorded[figure], (name, figure)
+    for figure in COUNTED if "counted" in recorded else ():
+        assert found["counted"][figure] <= 1.1 * recorded["counted"][figure], (name, figure)
     assert found.get("graphs", 0) <= recorded.get("graphs", 0), name
     assert sum(found["copied"].values()) <= sum(recorded["copied"].values()), name
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tools.mosaic import kernel
-from tools.xla_costs import HOP, Program, Slice, costliest, devices_of, shapes_of
+from tools.xla_costs import HOP, Program, Slice, costliest, devices_of
+from tools.xla_text import shapes_of
 
 KERNELS = Path(__file__).parent / "pallas"
 ONE, EIGHT = Slice.of("v6e:1x1"), Slice.of("v6e:2x4")
@@ -28,7 +29,7 @@ FileLocations
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
 2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
 
 """
 
@@ -310,6 +311,100 @@ ENTRY %main (w: bf16[256,64,2048], i: s32[]) -> bf16[64,2048] {
     assert moved(found) == (2 * 64 * 2048 * 2, 64 * 2048 * 2)
 
 
+EXPERT = """
+%tiled (w: f8e4m3fn[512,256,4096]) -> f8e4m3fn[512,256,4096] {
+  %w.2 = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} copy(%w.2)
+}
+
+%named (w: f8e4m3fn[512,256,4096]) -> f8e4m3fn[512,256,4096] {
+  %w.3 = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %inner = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} fusion(%w.3), kind=kLoop, calls=%tiled
+  ROOT %bitcast = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} bitcast(%inner)
+}
+
+%expert (w: f8e4m3fn[512,256,4096], i: s32[]) -> bf16[256,4096] {
+  %w.1 = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %i.1 = s32[]{:T(128)S(6)} parameter(1)
+  %outer = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} fusion(%w.1), kind=kLoop, calls=%named
+  %wide = bf16[512,256,4096]{2,1,0:T(8,128)(2,1)} convert(%outer)
+  ROOT %s = bf16[1,256,4096]{2,1,0:T(8,128)(2,1)S(1)} dynamic-slice(%wide, %i.1), dynamic_slice_sizes={1,256,4096}
+}
+
+ENTRY %main (w: f8e4m3fn[512,256,4096], i: s32[]) -> bf16[1,256,4096] {
+  %w = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[]{:T(128)S(6)} parameter(1)
+  ROOT %f = bf16[1,256,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(%w, %i), kind=kLoop, calls=%expert
+}
+"""
+
+
+def test_what_a_fusion_converts_or_lays_out_anew_is_read_where_it_is_taken():
+    assert moved(program(EXPERT)) == (256 * 4096, 0)
+    whole = EXPERT.replace("dynamic-slice(%wide, %i.1)", "negate(%wide)")
+    assert moved(program(whole)) == (512 * 256 * 4096, 0)
+    # A copy that a fusion returns reads all of it.
+    start = EXPERT.index("%expert (w")
+    copy = (
+        EXPERT[:start]
+        + """ENTRY %main (w: f8e4m3fn[512,256,4096]) -> f8e4m3fn[512,256,4096] {
+  %w = f8e4m3fn[512,256,4096]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %f = f8e4m3fn[512,256,4096]{2,1,0:T(8,128)(4,1)} fusion(%w), kind=kLoop, calls=%named
+}
+"""
+    )
+    assert moved(program(copy)) == (512 * 256 * 4096, 512 * 256 * 4096)
+
+
+BLOCKS = """
+%body (t: (s32[], bf16[42,128], s32[512,2], s32[])) -> (s32[], bf16[42,128], s32[512,2], s32[]) {
+  %t = (s32[]{:S(6)}, bf16[42,128]{1,0:T(8,128)(2,1)}, s32[512,2]{1,0:T(8,128)S(1)}, s32[]{:S(6)}) parameter(0)
+  %i = s32[]{:S(6)} get-tuple-element(%t), index=0
+  %one = s32[]{:S(6)} constant(1)
+  %more = s32[]{:S(6)} add(%i, %one)
+  %y = bf16[42,128]{1,0:T(8,128)(2,1)} get-tuple-element(%t), index=1
+  %of = s32[512,2]{1,0:T(8,128)S(1)} get-tuple-element(%t), index=2
+  %n = s32[]{:S(6)} get-tuple-element(%t), index=3
+  %block = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} broadcast(%one), dimensions={}
+  %u = bf16[42,128]{1,0:T(8,128)(2,1)} dynamic-update-slice(%y, %block, %i, %i)
+  ROOT %next = (s32[], bf16[42,128], s32[512,2], s32[]) tuple(%more, %u, %of, %n)
+}
+
+%condition (t: (s32[], bf16[42,128], s32[512,2], s32[])) -> pred[] {
+  %v = (s32[]{:S(6)}, bf16[42,128]{1,0:T(8,128)(2,1)}, s32[512,2]{1,0:T(8,128)S(1)}, s32[]{:S(6)}) parameter(0)
+  %j = s32[]{:S(6)} get-tuple-element(%v), index=0
+  %m = s32[]{:S(6)} get-tuple-element(%v), index=3
+  ROOT %lt = pred[]{:S(6)} compare(%j, %m), direction=LT
+}
+
+ENTRY %main (x: bf16[42,128], a: s32[512,2], k: s32[]) -> bf16[42,128] {
+  %zero = s32[]{:S(6)} constant(0)
+  %x = bf16[42,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %a = s32[512,2]{1,0:T(8,128)S(1)} parameter(1)
+  %k = s32[]{:S(6)} parameter(2)
+  %start = (s32[], bf16[42,128], s32[512,2], s32[]) tuple(%zero, %x, %a, %k)
+  %loop = (s32[], bf16[42,128], s32[512,2], s32[]) while(%start), condition=%condition, body=%body,
+    metadata={op_name="f" stack_frame_id=3}
+  ROOT %z = bf16[42,128]{1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_loop_over_blocks_of_rows_has_a_block_for_each_row_or_all_of_its_list():
+    """Blocks of 32 rows for ten choices, of 512 experts; then with a list of seven blocks."""
+    block = 32 * 128 * 2
+    assert moved(program(BLOCKS)) == (0, 10 * block)
+    before = "%x = bf16[42,128]{1,0:T(8,128)(2,1)} parameter(0)"
+    text = BLOCKS.replace(
+        before, before + "\n  %b = bf16[16,128]{1,0:T(8,128)(2,1)} slice(%x), slice={[0:16], [0:128]}"
+    )
+    assert "once" not in program(text).figures()
+    assert moved(program(BLOCKS.replace("s32[512,2]", "s32[7,2]"))) == (0, 7 * block)
+    # Without a list, blocks of 32 follow one another: 100 rows are four.
+    text = BLOCKS.replace("s32[512,2]", "s32[512]").replace("bf16[42,", "bf16[132,")
+    assert moved(program(text)) == (0, 4 * block)
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_an_update_in_place_moves_the_update(is_fused):
     lines = """  %c = bf16[8192,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
@@ -435,6 +530,15 @@ def test_slices_have_their_hops():
     assert Slice.of("tpu7x:2x2x1").collective("all-reduce", 8, 0) == 6 * HOP
 
 
+def test_an_operation_has_the_lines_that_it_comes_from():
+    """Innermost first; a parent is written as its number and one."""
+    (cost,) = entry(
+        "%x = f32[1024]{0:T(1024)} parameter(0)",
+        'ROOT %y = f32[1024]{0:T(1024)} negate(%x), metadata={op_name="f" stack_frame_id=3}',
+    ).costs
+    assert cost.source == "moe.py:30 < sampling.py:10"
+
+
 def test_an_estimate_that_stands_for_none_is_none():
     line = '%y = f32[1024]{{0:T(1024)}} negate(%x), backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
     none, some = (
@@ -478,6 +582,15 @@ def test_a_grouped_product_reads_each_expert_once_and_no_more_than_rows(rows, ti
 COPIES = (KERNELS / "copies.mlir").read_text()
 
 
+@pytest.mark.parametrize(("context", "pages"), [(256, 1), (1024, 4), (2048, 8)])
+def test_pages_past_the_context_are_not_fetched(context, pages):
+    """Two rows of eight pages, of a pool of 40; the page after the last is the last again."""
+    text = (KERNELS / "pages.mlir").read_bytes()
+    inputs, results, _ = kernel(text, ((2,), (2, 8), (40, 256, 128)), ((2, 8, 128),), context)
+    assert inputs == pytest.approx([0, 0, 2 * pages / 40])
+    assert results == [1.0]
+
+
 @pytest.mark.parametrize(("context", "pieces"), [(0, 0), (512, 4), (1024, 8)])
 def test_copies_in_a_kernel_count_over_the_context(context, pieces):
     """The number of pieces is read from memory: it is taken to be the context's."""
@@ -486,16 +599,24 @@ def test_copies_in_a_kernel_count_over_the_context(context, pieces):
     assert results == [1.0]
 
 
-def test_a_call_moves_the_parts_that_are_in_hbm():
-    """Its text may have ends of lines in its metadata."""
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_call_moves_the_parts_that_are_in_hbm(is_fused):
+    """Also where XLA fuses it with what is before; its text may have ends of lines in its metadata."""
     body = base64.b64encode(MATMUL.encode()).decode()
-    found = entry(
-        "%x = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)",
-        "%w = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(1)",
-        'ROOT %mm.1 = bf16[512,2048]{1,0:T(8,128)(2,1)} custom-call(%x, %w), custom_call_target="tpu_custom_call", '
-        'frontend_attributes={kernel_metadata={\n"a": 1\n}}, backend_config={"custom_call_config":{"body":"'
-        + body
-        + '"}}',
+    lines = """  %x = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %w = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(1)
+"""
+    call = f"""  ROOT %mm.1 = bf16[512,2048]{{1,0:T(8,128)(2,1)}} custom-call(%x, %w),
+custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
+"a": 1
+}}}}, backend_config={{"custom_call_config":{{"body":"{body}"}}}}
+}}
+"""
+    fusion = "  ROOT %f = bf16[512,2048]{1,0:T(8,128)(2,1)} fusion(%x, %w), kind=kCustom, calls=%inside\n}\n"
+    head = "{} (x: bf16[512,2048], w: bf16[2048,2048]) -> bf16[512,2048] {{\n" + lines.replace("{", "{{").replace(
+        "}", "}}"
     )
+    text = head.format("%inside") + call + "\n" + head.format("ENTRY %main") + fusion
+    found = program(text if is_fused else head.format("ENTRY %main") + call)
     assert moved(found) == (2 * 2048 * 2048 * 2, 512 * 2048 * 2)
     assert found.figures()["operations"] == 16 * 2 * 256 * 1024 * 512
