@@ -239,9 +239,9 @@ def experts_in_blocks(
         expert, first = of_block[i]
         one, other = (w[expert] for w in (gate_up, down))
         inputs = x[jax.lax.dynamic_slice_in_dim(order, first, rows) // k]
-        h = jnp.einsum("rh,oh->ro", inputs, dense(one.reshape(-1, hidden), x.dtype))
+        h = project(backend, inputs, one.reshape(-1, hidden))
         h = rounded(backend, jax.nn.silu(h[:, :f]) * h[:, f:], down, axes=axes)
-        return jax.lax.dynamic_update_slice_in_dim(y, jnp.einsum("rf,hf->rh", h, dense(other, x.dtype)), first, 0)
+        return jax.lax.dynamic_update_slice_in_dim(y, project(backend, h, other), first, 0)
 
     y = jax.lax.fori_loop(0, last[-1], visit, jax.lax.empty((choices + rows, hidden), x.dtype))
     return _weighted_sum(y, places, weights)
