@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_jax.engine.config import PREFILL_BYTES, largest_prefill
+from dflash_jax.engine.config import PREFILL_BYTES, has_large_chunks, largest_prefill
 from dflash_jax.engine.model_size import Weights, weigh
 
 if TYPE_CHECKING:
@@ -366,7 +366,8 @@ def make_plan(
 
     # Temporaries, roughly: activations of a prefill chunk and of the largest image in the vision tower, float32 logits
     # of each slot's block three times over, and features that a dispatch keeps for the drafter's context.
-    passes = PREFILL_BYTES * largest_prefill(device.platform, device.platform == "gpu") * shapes.target.hidden_size
+    is_large = has_large_chunks(device.platform, device.platform == "gpu", layout.tensor * layout.expert)
+    passes = PREFILL_BYTES * largest_prefill(is_large) * shapes.target.hidden_size
     passes += workspace(tower) if tower else 0
     rounds = 3 * 4 * window * vocab + deferred
     room = USABLE * device.memory - weights.total - drafting - vision - passes

@@ -70,8 +70,9 @@ def speculations_of(*block_sizes: Sequence[int]) -> tuple[Speculation, ...]:
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILL_SIZES = (16, 64, 256, 1024)
 # On an accelerator a chunk of 1,024 tokens takes hardly longer than one of 16, since both read every expert. Chunks are
-# larger where a kernel keeps attention's scores out of memory, and on a TPU, of which a device has few heads' scores.
-LARGEST_PREFILL = 4096
+# larger where a kernel keeps attention's scores out of memory, and where so many TPUs divide the heads that their
+# scores are small. In the reproducible mode a TPU computes every expert for every token.
+LARGEST_PREFILL, TPUS_OF_LARGE_PREFILL = 4096, 4
 # Share of a chunk that may be padding. A CPU takes as long for padding as for a token; an accelerator is bound by
 # reading weights, and runs one half-empty chunk faster than two full ones.
 PADDING = {"cpu": 0.25}
@@ -97,28 +98,39 @@ def copied_pages(count: int) -> int:
     return count - rest + (large if rest > small else rest)
 
 
-def largest_prefill(platform: str, kernels: bool) -> int:
-    """Tokens of the largest chunk; arguments as of `prefill_config`."""
-    return LARGEST_PREFILL if kernels or platform == "tpu" else PREFILL_SIZES[-1]
+def has_large_chunks(platform: str, kernels: bool, devices: int) -> bool:
+    """Whether the largest chunk of a prompt is `LARGEST_PREFILL`.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        kernels: Whether programs have Triton kernels.
+        devices: Devices that divide the heads, 1 in the reproducible mode.
+    """
+    return kernels or (platform == "tpu" and devices >= TPUS_OF_LARGE_PREFILL)
+
+
+def largest_prefill(is_large: bool) -> int:
+    """Tokens of the largest chunk, by `has_large_chunks`."""
+    return LARGEST_PREFILL if is_large else PREFILL_SIZES[-1]
 
 
 def prefill_config(
-    platform: str, kernels: bool, isolated: bool = False, max_num_batched_tokens: int | None = None
+    platform: str, is_large: bool, isolated: bool = False, max_num_batched_tokens: int | None = None
 ) -> dict:
     """Fields of `EngineConfig` that suit a platform.
 
     Args:
         platform: "cpu", "gpu" or "tpu".
-        kernels: Whether programs have Triton kernels.
+        is_large: As `has_large_chunks` says.
         isolated: Whether the arithmetic of a prompt must not depend on other prompts.
         max_num_batched_tokens: As in `EngineConfig`; None takes the default.
 
     Returns:
         Keyword arguments of `EngineConfig`.
     """
-    limit = max_num_batched_tokens or max(2048, largest_prefill(platform, kernels))
-    sizes = sorted({*PREFILL_SIZES, largest_prefill(platform, kernels)})
-    farthest = PREFILL_SIZES[-1] if isolated else largest_prefill(platform, kernels)
+    limit = max_num_batched_tokens or max(2048, largest_prefill(is_large))
+    sizes = sorted({*PREFILL_SIZES, largest_prefill(is_large)})
+    farthest = PREFILL_SIZES[-1] if isolated else largest_prefill(is_large)
     return {
         "prefill_sizes": tuple(s for s in sizes if s <= max(limit, sizes[0])),
         "prefill_padding": PADDING.get(platform, 0.5),

@@ -16,7 +16,14 @@ from dflash_jax import __version__
 from dflash_jax.argument_checks import caller_names, check_type
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.compile_cache import cache_directory, enable_disk_cache
-from dflash_jax.engine.config import BlockSize, EngineConfig, Speculation, prefill_config, speculations_of
+from dflash_jax.engine.config import (
+    BlockSize,
+    EngineConfig,
+    Speculation,
+    has_large_chunks,
+    prefill_config,
+    speculations_of,
+)
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -355,7 +362,9 @@ class LLM(Generation):
         has_widths = has_experts and self.block_size == "auto" and not exact and programs.pair[1] is not None
         top = min(MAX_LOGPROBS, self.config.vocab_size)
         settings = Settings(block_size, exact, top, self.draft_window, has_widths=has_widths)
-        options = prefill_config(jax.default_backend(), has_triton, exact, max_num_batched_tokens) | options
+        platform, layout = jax.default_backend(), self.target.layout
+        is_large = has_large_chunks(platform, has_triton, 1 if exact else layout.tensor * layout.expert)
+        options = prefill_config(platform, is_large, exact, max_num_batched_tokens) | options
         config = EngineConfig(
             speculations=policy.speculations,
             drafters=self.draft_names,

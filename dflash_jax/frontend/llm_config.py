@@ -91,7 +91,7 @@ class LLMConfig(LLMOptions):
 
     def shared(self) -> dict[str, str]:
         """The values of `SHARED`, as text."""
-        drafts = [each for each in self.drafts if each in ("auto", "mtp")] or f"{len(self.drafts)} named"
+        drafts = [each if each in ("auto", "mtp") else "named" for each in self.drafts]
         return {name: str(getattr(self, name)) for name in SHARED} | {"draft": str(drafts)}
 
     @property

@@ -10,7 +10,7 @@ from dflash_jax.models.layers import Mlp, normal
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.linear import DeferredNorm, linear, takes_fp4
 from dflash_jax.ops.moe import fuses_residual, mixture, shared_weight
-from dflash_jax.ops.weights import TransposedWeight, can_pack_experts
+from dflash_jax.ops.weights import QuantizedWeight, TransposedWeight, can_pack_experts
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 
@@ -57,8 +57,9 @@ class Moe(nnx.Module):
         return {"gate_up": (self.experts, None, self.features), "down": down}
 
     def of_experts(self) -> dict[str, bool]:
-        """Parameter → True, for `packing.transpose_experts`."""
-        return {"gate_up": True, "down": True}
+        """Parameter → whether it can be transposed, for `packing.transpose_experts`: both can, or neither."""
+        values = self.gate_up.get_value(), self.down.get_value()
+        return dict.fromkeys(("gate_up", "down"), not any(isinstance(w, QuantizedWeight) for w in values))
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""

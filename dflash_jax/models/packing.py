@@ -1,5 +1,6 @@
 """Modules with the weights that a platform reads fastest (`ops.weights`) in place of arrays, and back."""
 
+from functools import cache
 from typing import Any, TypeVar
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, is_weight
+from dflash_jax.ops.weights import PackedWeight, TransposedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_attribute
 
 M = TypeVar("M", bound=nnx.Module)
@@ -43,8 +44,8 @@ def transpose_experts(module: M) -> M:
     """A module with a `TransposedWeight` in place of experts' weights that are not in few bits.
 
     Args:
-        module: The module. Its submodules name the parameters in ``of_experts()``. Arrays are deleted once they are
-            transposed, each device's part by itself.
+        module: The module. Its submodules say in ``of_experts()`` which parameters can be transposed. Arrays are
+            deleted once they are transposed, each device's part by itself.
 
     Returns:
         The module with transposed weights.
@@ -52,13 +53,14 @@ def transpose_experts(module: M) -> M:
     leaves, structure = jax.tree.flatten(module, is_weight)
     for i, is_of_experts in enumerate(parameter_attribute(module, "of_experts", False, is_weight)):
         leaf = leaves[i]
-        if not is_of_experts or isinstance(leaf, QuantizedWeight | TransposedWeight):
+        if not is_of_experts or isinstance(leaf, TransposedWeight):
             continue
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaves[i] = jax.eval_shape(TransposedWeight.of, leaf)
             continue
         mesh, division = _division(leaf)
-        leaves[i] = _by_device(TransposedWeight.of, leaf, mesh, division, (division[0], division[-1], division[-2]))
+        after = division[0], division[-1], division[-2]
+        leaves[i] = _by_device(TransposedWeight.of, mesh, division, after)(leaf)
         leaf.delete()
     return jax.tree.unflatten(structure, leaves)
 
@@ -71,12 +73,13 @@ def _division(array: jax.Array) -> tuple[Any, tuple]:
     return sharding.mesh, (*sharding.spec, *whole)[: array.ndim]
 
 
-def _by_device(function, weight, mesh, before: tuple, after: tuple):
+@cache
+def _by_device(function, mesh, before: tuple, after: tuple):
     """``function`` of each device's part of a weight, of which ``before`` and after it ``after`` are the divisions."""
     if mesh is not None:
         specs = PartitionSpec(*before), PartitionSpec(*after)
         function = jax.shard_map(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    return jax.jit(function)(weight)
+    return jax.jit(function)
 
 
 def unpack_weights(module: M) -> M:
@@ -84,17 +87,18 @@ def unpack_weights(module: M) -> M:
 
     It undoes `pack_weights` and `transpose_experts`.
     """
-    return jax.tree.map(_plain, module, is_leaf=is_weight)
+    return jax.tree.map(plain_weight, module, is_leaf=is_weight)
 
 
-def _plain(weight):
+def plain_weight(weight):
+    """An array or a `QuantizedWeight` in place of a `PackedWeight` or a `TransposedWeight`; others as they are."""
     if isinstance(weight, PackedWeight):
         return _unpacked(weight)
     if not isinstance(weight, TransposedWeight):
         return weight
     mesh, (experts, inputs, outputs) = _division(weight.matrices)
     after = (experts, *(None,) * weight.is_pair, outputs, inputs)
-    return _by_device(TransposedWeight.untransposed, weight, mesh, (experts, inputs, outputs), after)
+    return _by_device(TransposedWeight.untransposed, mesh, (experts, inputs, outputs), after)(weight)
 
 
 _unpacked = jax.jit(PackedWeight.unpacked)

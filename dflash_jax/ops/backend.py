@@ -60,8 +60,8 @@ class Backend:
         no_triton: Why the Triton kernels are not used; None where they are.
         on_choice: Called with each `Choice` while programs are traced. Comparisons of backends ignore it.
         fp4_activations: Whether products with weights in NVFP4 round their inputs to NVFP4, too.
-        reproducible: Whether implementations are passed over of which it is not known, from a run on the platform, that
-            they compute each token without regard to the others.
+        reproducible: Whether experts' implementations are passed over of which no TPU has shown that they compute each
+            token without regard to the others.
     """
 
     platform: str
@@ -112,7 +112,8 @@ class Backend:
     @classmethod
     def for_tpu(cls, kernels: str = "auto") -> "Backend":
         """A TPU, with any of `CHOICES`, that need not be in this machine."""
-        return cls("tpu", None, kernels, "the platform is tpu", "the platform is tpu")
+        reason = "the platform is tpu"
+        return cls.xla("tpu") if kernels == "xla" else cls("tpu", None, kernels, reason, reason)
 
     @classmethod
     def xla(cls, platform: str = "cpu", card: Card | None = None) -> "Backend":

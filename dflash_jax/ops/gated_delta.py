@@ -337,10 +337,11 @@ def _cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Arr
     return DeltaState(recurrent, conv, state.rows)
 
 
+PALLAS_REPLAY = Implementation("pallas", _supports_pallas_replay, _pallas_replay, is_tried=False)
 REPLAYS = (
     Implementation("cpp", _supports_cpp_replay, _cpp_replay),
     Implementation("triton", _supports_triton_replay, _triton_replay),
-    Implementation("pallas", _supports_pallas_replay, _pallas_replay, is_tried=False),
+    PALLAS_REPLAY,
     Implementation("reference", supports_everything, replay_reference),
 )
 
@@ -418,7 +419,7 @@ def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:
         from dflash_jax.ops.kernels.triton import delta as triton_delta
 
         return triton_delta.why_not(tokens, state) is None
-    if backend.no_pallas is None and backend.kernels == "all":
+    if backend.no_pallas is None and (PALLAS_REPLAY.is_tried or backend.kernels == "all"):
         from dflash_jax.ops.kernels.tpu import replay as tpu_replay
 
         return tpu_replay.why_not(tokens, state) is None

@@ -156,12 +156,11 @@ def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
         return jnp.sum(jnp.where(weights != 0, y[places].astype(jnp.float32) * weights, 0.0), axis=1).astype(y.dtype)
 
     # Some tokens at a time, whose rows stay out of a TPU's memory.
-    most = max(1, _rows_of_pass(y.shape[1]) // k)
-    size = next(n for n in range(min(most, tokens), 0, -1) if tokens % n == 0)
-    if size == tokens:
+    size = max(1, _rows_of_pass(y.shape[1]) // k)
+    if tokens <= size:
         return summed((places, weights))
-    parts = places.reshape(-1, size, k), weights.reshape(-1, size, k)
-    return jax.lax.map(summed, parts).reshape(tokens, -1)
+    places, weights = (jnp.pad(x, ((0, -tokens % size), (0, 0))).reshape(-1, size, k) for x in (places, weights))
+    return jax.lax.map(summed, (places, weights)).reshape(-1, y.shape[1])[:tokens]
 
 
 def _rows_of_pass(hidden: int) -> int:
@@ -311,8 +310,8 @@ def _by_xla(
     logits: Array,
     live: Array,
     first: Array | int,
-    gate_up: ExpertWeight,
-    down: ExpertWeight,
+    gate_up: ExpertWeight | TransposedWeight,
+    down: ExpertWeight | TransposedWeight,
     shared: SharedExpert | None,
     residual: Array | None,
     *,
@@ -320,7 +319,7 @@ def _by_xla(
     normalise: bool,
     axes: ExpertAxes = ((), ()),
 ) -> Array:
-    """Routing, then ``experts``, one of the three forms."""
+    """Routing, then ``experts``, one of the five forms."""
     weights, chosen = route(logits, experts_per_token, normalise)
     local = chosen - first
     is_here = (local >= 0) & (local < gate_up.shape[0])
@@ -346,6 +345,7 @@ def _supports_ragged(
     live: Array,
     first: Array | int,
     gate_up: Weight | TransposedWeight,
+    down: Weight | TransposedWeight,
     *args: Any,
     **options: Any,
 ) -> str | None:
@@ -353,7 +353,7 @@ def _supports_ragged(
         return None
     if reason := _not_by_row(backend):
         return reason
-    return "the weights are in few bits" if isinstance(gate_up, QuantizedWeight) else None
+    return "a weight is in few bits" if any(isinstance(w, QuantizedWeight) for w in (gate_up, down)) else None
 
 
 def _supports_blocks(backend: Backend, *args: Any, **options: Any) -> str | None:

@@ -53,6 +53,9 @@ def _tpu(kind: str, gib: float, bandwidth: float, operations: float, **figures: 
     return Device(kind, int(gib * 2**30), bandwidth, None, operations, **figures)
 
 
+# How JAX names a v5p, which is how its name of a v5e begins.
+V5P = "TPU v5"
+
 # Operations: NVIDIA's data sheets of DGX B200, H200, H100 (SXM), A100 and L40S; its white papers on the architectures
 # of Ada, RTX Blackwell and RTX PRO Blackwell; and Google Cloud's pages on TPUs (docs.cloud.google.com/tpu/docs/v5e,
 # v5p, v6e, tpu7x). They state a v7 by the chip, of which half is a device. Links, and a v5p's rate of int8: "How to
@@ -69,7 +72,7 @@ DEVICES = {
     "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12, 120, 209.5e12),
     "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12, 120, 503.8e12),
     "v5e": _tpu("TPU v5 lite", 16, 0.819e12, 197e12, int8=393e12, link=4.5e10, clock=1.5e9),
-    "v5p": _tpu("TPU v5", 95, 2.765e12, 459e12, int8=918e12, link=9e10, clock=1.75e9),
+    "v5p": _tpu(V5P, 95, 2.765e12, 459e12, int8=918e12, link=9e10, clock=1.75e9),
     "v6e": _tpu("TPU v6 lite", 32, 1.638e12, 918e12, int8=1836e12, link=9e10, clock=1.75e9),
     "tpu7x": _tpu("TPU7x", 192 / 2, 7.38e12 / 2, 2307e12 / 2, fp8=4614e12 / 2, link=9e10, clock=2.2e9),
 }
@@ -92,8 +95,9 @@ def device_name(kind: str) -> str | None:
         return bare
     # Those of notebooks have less memory.
     known = {} if "laptop" in bare else {_bare(device.kind): name for name, device in DEVICES.items()}
-    # The longest: a "TPU v5 lite" is no "TPU v5".
-    return known.get(max(filter(bare.startswith, known), key=len, default=""))
+    # The longest; and only "TPU v5" itself is a v5p, not all that begins so.
+    matches = (kind for kind in known if bare == kind or (bare.startswith(kind) and kind != _bare(V5P)))
+    return known.get(max(matches, key=len, default=""))
 
 
 def device_of_text(text: str) -> str:

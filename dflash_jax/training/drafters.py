@@ -22,6 +22,7 @@ from dflash_jax.models.families.draft_layouts import as_published
 from dflash_jax.models.layers import Attention
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.models.packing import plain_weight
 from dflash_jax.ops.weights import dense, is_weight
 from dflash_jax.options.train import FIELDS, TrainConfig
 from dflash_jax.parallel.sharding import parameter_paths
@@ -282,7 +283,7 @@ def fresh_head(config: TrainConfig, draft: DraftConfig | MtpConfig, target: Deco
     if alike:
         sources |= {p: p.replace("layers.0.", f"layers.{alike[-1]}.", 1) for p in paths if p.startswith("layers.0.")}
     started = [
-        dense(arrays[sources[path]], leaf.dtype) if sources.get(path) in arrays else leaf
+        dense(plain_weight(arrays[sources[path]]), leaf.dtype) if sources.get(path) in arrays else leaf
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, started)

@@ -19,7 +19,8 @@ from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
 from dflash_jax.models.mtp_config import MtpConfig
-from dflash_jax.models.packing import unpack_weights
+from dflash_jax.models.packing import plain_weight
+from dflash_jax.ops.weights import PackedWeight, is_weight
 from dflash_jax.options.train import TrainConfig
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.training import drafters
@@ -51,8 +52,10 @@ class Pair:
 
     @cached_property
     def target(self) -> Decoder:
-        """The target in the layout of its checkpoint, without the packing that decoding uses."""
-        return unpack_weights(self.llm.target)
+        """The target without the panels that decoding uses. Transposed experts stay: a copy of them may not fit."""
+        return jax.tree.map(
+            lambda x: plain_weight(x) if isinstance(x, PackedWeight) else x, self.llm.target, is_leaf=is_weight
+        )
 
     @property
     def draft(self) -> DraftConfig | MtpConfig:

@@ -71,7 +71,7 @@ def report(shapes, layout, devices, args) -> dict:
     import jax.numpy as jnp
 
     from dflash_jax.decoding.state import Settings
-    from dflash_jax.engine.config import largest_prefill
+    from dflash_jax.engine.config import has_large_chunks, largest_prefill
     from dflash_jax.engine.executables import Executables, compiler_options
     from dflash_jax.engine.memory import pages_of_slots
     from dflash_jax.ops.cache import KVCache
@@ -106,7 +106,8 @@ def report(shapes, layout, devices, args) -> dict:
             "recurrent_state": [c for c in state.target if not is_kv(c)],
             "weights": programs.weights,
         }
-        chunk = args.chunk or largest_prefill(backend.platform, backend.has_triton)
+        is_large = has_large_chunks(backend.platform, backend.has_triton, layout.tensor * layout.expert)
+        chunk = args.chunk or largest_prefill(is_large)
         if name == "prefill":
             lowered = programs.lower_prefill(state, layout.data, chunk)
         else:

@@ -136,6 +136,8 @@ def test_for_people_it_says_at_most(capsys):
         ("TPU v5 lite", "v5e"),
         ("TPU7x", "tpu7x"),
         ("TPU v4", None),
+        ("v5e-8", None),
+        ("v5x", None),
         # Of another memory.
         ("NVIDIA A100-SXM4-40GB", None),
         ("NVIDIA GeForce RTX 5090 Laptop GPU", None),

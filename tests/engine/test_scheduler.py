@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import turns
-from dflash_jax.engine.config import EngineConfig, prefill_config
+from dflash_jax.engine.config import EngineConfig, has_large_chunks, prefill_config
 from dflash_jax.engine.prefix_cache import BLOCK
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError, QueueFullError
@@ -319,6 +319,12 @@ def test_reproducible_rows_decode_alone():
     assert all(r.tokens == expected(r.prompt, 30) for r in requests)
 
 
+def test_large_chunks_need_a_kernel_or_many_tpus_that_divide_the_heads():
+    assert [has_large_chunks("tpu", False, n) for n in (1, 2, 4, 8)] == [False, False, True, True]
+    assert [has_large_chunks("gpu", kernels, 8) for kernels in (False, True)] == [False, True]
+    assert not has_large_chunks("cpu", False, 8)
+
+
 @pytest.mark.parametrize(
     ("platform", "kernels", "alone", "most", "sizes", "together"),
     [
@@ -328,7 +334,7 @@ def test_reproducible_rows_decode_alone():
         ("gpu", False, False, None, (16, 64, 256, 1024), 2048),
         ("gpu", True, False, 300, (16, 64, 256), 300),
         ("gpu", True, False, 8, (16,), 8),
-        ("tpu", False, False, None, (16, 64, 256, 1024, 4096), 2048),
+        ("tpu", False, False, None, (16, 64, 256, 1024), 2048),
     ],
 )
 def test_chunks_suit_the_platform(platform, kernels, alone, most, sizes, together):
@@ -418,7 +424,7 @@ def test_in_the_reproducible_mode_a_hit_has_the_chunks_of_a_cold_prefill(lengths
         # A cut at the first message after 512 tokens.
         ("gpu", True, True, 512, False),
         ("gpu", False, False, 1024, True),
-        ("tpu", False, False, 4096, True),
+        ("tpu", False, False, 1024, True),
         ("cpu", False, False, 256, False),
     ],
 )

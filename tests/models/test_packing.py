@@ -16,15 +16,27 @@ from dflash_jax.checkpoint.parameters import FEW_BITS
 from dflash_jax.engine.model_size import weigh
 from dflash_jax.frontend import loading
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.families import dflash
-from dflash_jax.models.packing import pack_weights, unpack_weights
-from dflash_jax.ops.backend import XLA
+from dflash_jax.models.layers import with_backend
+from dflash_jax.models.moe import Moe
+from dflash_jax.models.packing import pack_weights, transpose_experts, unpack_weights
+from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.linear import project
-from dflash_jax.ops.weights import CODES, FEW_TOKENS, LANES, PackedWeight, QuantizedWeight, is_weight, quantize
+from dflash_jax.ops.weights import (
+    CODES,
+    FEW_TOKENS,
+    LANES,
+    PackedWeight,
+    QuantizedWeight,
+    TransposedWeight,
+    is_weight,
+    quantize,
+)
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 from tests import few_bits
-from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
+from tests.helpers import random_decoder, random_drafter, randomise, tiny_config, tiny_draft_config
 
 needs_kernels = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -42,6 +54,18 @@ def test_few_bits_for_few_tokens_and_for_many(tokens, kind, runs):
     # No product of each run lies in memory beside many tokens.
     shapes = jax.make_jaxpr(weight.matmul)(jnp.asarray(x))
     assert (f"[{runs},{tokens},20]" in str(shapes) or runs == 1) == (tokens <= FEW_TOKENS or runs == 1)
+
+
+@pytest.mark.parametrize("few", ["gate_up", "down"])
+def test_experts_of_which_one_weight_is_in_few_bits_stay_in_their_order_on_a_tpu(few):
+    spec = MoeSpec(num_experts=4, experts_per_token=2, intermediate_size=16)
+    moe = randomise(Moe(spec, 12, None, jnp.float32, backend=Backend.xla("tpu")), 1)
+    x, valid = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 12)), jnp.float32), jnp.ones((2, 5), bool)
+    getattr(moe, few).set_value(quantize(getattr(moe, few)[...], "int8"))
+    transposed = transpose_experts(moe)
+    assert not any(isinstance(w, TransposedWeight) for w in jax.tree.leaves(transposed, is_leaf=is_weight))
+    found, right = jax.jit(Moe.__call__)(transposed, x, valid), jax.jit(Moe.__call__)(with_backend(moe, XLA), x, valid)
+    np.testing.assert_allclose(found, right, atol=1e-5)
 
 
 def panel_paths(module) -> set[str]:

@@ -99,7 +99,7 @@ def test_forms_of_the_mixture_give_equal_outputs(moe, rows, skewed, monkeypatch)
     np.testing.assert_allclose(jax.jit(partial(experts_ragged, XLA))(*arrays[:3], *transposed), want, atol=1e-5)
     # In passes of 128 rows, and sums of some tokens at a time.
     monkeypatch.setattr(module, "ELEMENTS_OF_PASS", 0)
-    in_passes, transposed = jax.jit(partial(experts_ragged, XLA)), [TransposedWeight.of(w) for w in arrays[3:]]
+    in_passes = jax.jit(partial(experts_ragged, XLA))
     many = [jnp.tile(a, (4, 1)) for a in arrays[:3]]
     np.testing.assert_allclose(in_passes(*many, *transposed), np.tile(want, (4, 1)), atol=1e-5)
     for kind in ("int8", "nvfp4"):

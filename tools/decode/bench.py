@@ -16,7 +16,7 @@ from dflash_jax.decoding import speculative
 from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_slots, take_slots
 from dflash_jax.engine import steps
 from dflash_jax.engine.ahead_of_time import AheadOfTime
-from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
+from dflash_jax.engine.config import PREFILL_SIZES, has_large_chunks, largest_prefill
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import pages_of_slots
 from dflash_jax.engine.model_runner import ModelRunner
@@ -25,6 +25,7 @@ from dflash_jax.engine.steps import BATCH, Programs, Specs, Step
 from dflash_jax.errors import EngineError
 from dflash_jax.models import moe as moe_layer
 from dflash_jax.models.config import MoeSpec
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import moe
 from dflash_jax.ops.backend import Backend
@@ -234,7 +235,7 @@ class Bench:
 
         def prefill(s):
             # As if nothing of the prompt had been read.
-            size = prefilled(point, self.pair.target.backend)
+            size = prefilled(point, self.pair.target)
             n, drafting = np.full(1, size, np.int32), point.block_size > 1
             after, num_cached = p.run(steps.prefill, s, slots[:1], n, None, size=size, drafting=drafting)
             return num_cached, after
@@ -306,9 +307,7 @@ class Bench:
             seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
             figures[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
         figures |= self.floors(point, touched, figures["round_ms"])
-        figures["prefill_tokens_per_s"] = round(
-            1e3 * prefilled(point, self.pair.target.backend) / figures["prefill_ms"]
-        )
+        figures["prefill_tokens_per_s"] = round(1e3 * prefilled(point, self.pair.target) / figures["prefill_ms"])
         return figures | self.compiled(point)
 
     @staticmethod
@@ -318,7 +317,7 @@ class Bench:
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""
-        num_cached = point.context - 1 - (prefilled(point, self.pair.target.backend) if name == "prefill" else 0)
+        num_cached = point.context - 1 - (prefilled(point, self.pair.target) if name == "prefill" else 0)
         return self.filled(state, length=point.context, num_cached=num_cached, rounds=0, done=False)
 
     @staticmethod
@@ -390,7 +389,8 @@ def timed(call, state, rewound) -> tuple:
     return statistics.median(times[1:] or times), state
 
 
-def prefilled(point: Point, backend: Backend) -> int:
+def prefilled(point: Point, target: Decoder) -> int:
     """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
-    largest = largest_prefill(backend.platform, backend.has_triton)
-    return max(size for size in (*PREFILL_SIZES, largest) if size < point.context)
+    backend, layout = target.backend, target.layout
+    is_large = has_large_chunks(backend.platform, backend.has_triton, layout.tensor * layout.expert)
+    return max(size for size in (*PREFILL_SIZES, largest_prefill(is_large)) if size < point.context)

@@ -175,7 +175,7 @@ def attend(
     else:
         seen = jnp.broadcast_to(mask, (*jnp.broadcast_shapes(mask.shape, (1, t, t))[:1], t, t))
         # A token of the padding sees itself.
-        seen = jnp.pad(seen, ((0, 0), (0, pad), (0, pad))) | jnp.eye(TOKENS, dtype=bool)
+        seen = jnp.pad(seen, ((0, 0), (0, pad), (0, pad))) | jnp.diag(jnp.arange(TOKENS) >= t)
     used = jnp.minimum(length, cache.capacity)
     skip_from, skipped = bounds.skipped(page)
     context = jnp.maximum(used - skipped * page, 0)
