@@ -464,15 +464,13 @@ class Program:
             names = [arguments[i] if c is None else name for i, c, name in zip(indices, constants, names, strict=True)]
         else:
             constants = [None, None]
-        ends = [
-            self._start(condition, name, computation, x) if c is None else c
-            for name, c in zip(names, constants, strict=True)
-        ]
-        if ends[0] is None or ends[1] is None:
+        if constants[0] is not None or (index := self._element(condition, names[0])) is None:
             return None
-        index = self._element(condition, names[0])
-        step = 1 if index is None else self._step(x, index)
-        return max(0, -(-(ends[1] - ends[0]) // step))
+        first = self._start(x, index, computation)
+        last = constants[1] if constants[1] is not None else self._constant(condition, names[1])
+        if last is None and (bound := self._element(condition, names[1])) is not None and self._is_kept(x, bound):
+            last = self._start(x, bound, computation)
+        return None if first is None or last is None else max(0, -(-(last - first) // self._step(x, index)))
 
     def _constant(self, computation: Computation, name: str) -> int | None:
         x = computation.instructions[name]
@@ -489,19 +487,24 @@ class Program:
         index = x.attribute(r"index=(\d+)") if x.opcode == "get-tuple-element" else ""
         return int(index) if index and computation.instructions[x.operands[0]].opcode == "parameter" else None
 
-    def _start(self, inside: Computation, name: str, outside: Computation, loop: Instruction) -> int | None:
-        """The constant that a loop's part has here at its first trip."""
-        if (constant := self._constant(inside, name)) is not None:
-            return constant
-        if (index := self._element(inside, name)) is None:
-            return None
+    def _start(self, loop: Instruction, index: int, outside: Computation) -> int | None:
+        """The constant that an element of a loop's state is at the loop's first trip, whenever the loop runs."""
         argument = outside.instructions[loop.operands[0]]
         if argument.opcode != "tuple":
             return None
         value = argument.operands[index]
         if (constant := self._constant(outside, value)) is not None or outside.name not in self.callers:
             return constant
-        return self._start(outside, value, *self.callers[outside.name])
+        around, caller = self.callers[outside.name]
+        element = self._element(outside, value)
+        if element is None or not self._is_kept(caller, element):
+            return None
+        return self._start(caller, element, around)
+
+    def _is_kept(self, loop: Instruction, index: int) -> bool:
+        """Whether an element of a loop's state is the same in all of its trips."""
+        body = self.computations[loop.attribute(r"body=%?([\w.-]+)")]
+        return body.root.opcode == "tuple" and self._element(body, body.root.operands[index]) == index
 
     def _step(self, loop: Instruction, index: int) -> int:
         """What a loop adds to an element of its state in a trip."""

@@ -236,6 +236,16 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
 """
     # Nine times from 3 to 9 in steps of 2.
     assert moved(program(inner + outer)) == (9 * 3 * 4096, 9 * 3 * 4096)
+    # From 3 to the outer loop's counter, and from that counter to 9, in each trip another number.
+    for state in ("tuple(%g, %c, %b)", "tuple(%b, %c, %d)"):
+        found = program(inner + outer.replace("tuple(%g, %c, %d)", state))
+        assert moved(found) == (9 * 4096, 9 * 4096)
+        assert "inside ×1 depends on data: counted once" in found.figures()["loops"]
+
+
+def test_a_bound_that_a_loop_changes_is_not_known():
+    found = program(LOOP.replace("tuple(%more, %w, %n)", "tuple(%more, %w, %more)"))
+    assert list(found.figures()["loops"]) == ["loop ×1 depends on data: counted once"]
 
 
 def test_a_loop_that_depends_on_data_is_that_of_the_rounds():
