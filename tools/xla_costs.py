@@ -470,7 +470,8 @@ class Program:
         last = constants[1] if constants[1] is not None else self._constant(condition, names[1])
         if last is None and (bound := self._element(condition, names[1])) is not None and self._is_kept(x, bound):
             last = self._start(x, bound, computation)
-        return None if first is None or last is None else max(0, -(-(last - first) // self._step(x, index)))
+        step = self._step(x, index)
+        return None if first is None or last is None or step is None else max(0, -(-(last - first) // step))
 
     def _constant(self, computation: Computation, name: str) -> int | None:
         x = computation.instructions[name]
@@ -506,16 +507,15 @@ class Program:
         body = self.computations[loop.attribute(r"body=%?([\w.-]+)")]
         return body.root.opcode == "tuple" and self._element(body, body.root.operands[index]) == index
 
-    def _step(self, loop: Instruction, index: int) -> int:
-        """What a loop adds to an element of its state in a trip."""
+    def _step(self, loop: Instruction, index: int) -> int | None:
+        """The constant that a loop adds to an element of its state in each trip."""
         body = self.computations[loop.attribute(r"body=%?([\w.-]+)")]
         x = body.instructions[body.root.operands[index]] if body.root.opcode == "tuple" else None
         while x is not None and x.opcode in SAME:
             x = body.instructions[x.operands[0]]
-        if x is None or x.opcode != "add":
-            return 1
-        steps = [self._constant(body, name) for name in x.operands]
-        return next((n for n in steps if n), 1)
+        if x is None or x.opcode != "add" or index not in [self._element(body, name) for name in x.operands]:
+            return None
+        return next((n for name in x.operands if (n := self._constant(body, name) or 0) > 0), None)
 
 
 def devices_of(attributes: str) -> int:

@@ -243,8 +243,17 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
         assert "inside ×1 depends on data: counted once" in found.figures()["loops"]
 
 
-def test_a_bound_that_a_loop_changes_is_not_known():
-    found = program(LOOP.replace("tuple(%more, %w, %n)", "tuple(%more, %w, %more)"))
+@pytest.mark.parametrize(
+    ("known", "changed"),
+    [
+        ("tuple(%more, %w, %n)", "tuple(%more, %w, %more)"),
+        ("add(%i, %one)", "add(%i, %n)"),
+        ("add(%i, %one)", "multiply(%i, %one)"),
+        ("add(%i, %one)", "add(%n, %one)"),
+    ],
+)
+def test_trips_are_not_known_where_a_loop_changes_its_bound_or_adds_no_constant(known, changed):
+    found = program(LOOP.replace(known, changed))
     assert list(found.figures()["loops"]) == ["loop ×1 depends on data: counted once"]
 
 
