@@ -12,7 +12,8 @@ The optimised program's text names for each array its tiles, with their padding,
   slices; of an array that it updates in place, the update. Copies between memories count where they start.
 - Operations are the products' (dots and convolutions), also inside of fusions.
 - A Pallas kernel moves the blocks of its grid (`tools/mosaic.py`).
-- A collective takes its hops and its bytes on the links of the slice. What runs between its start and its end hides it.
+- A collective takes its hops and its bytes on the links of the slice. Work between its start and its end hides it. Of
+  several under way work hides one after another, in the order of their starts; a collective hides none.
 """
 
 import base64
@@ -208,19 +209,21 @@ class Program:
 
     def _costs(self, computation: Computation, times: int) -> Iterator[Cost]:
         """The costs of a computation that runs ``times`` times; a collective's after what hides it."""
-        pending: dict[str, list[Any]] = {}
+        pending: dict[str, Cost] = {}
         for x in computation.instructions.values():
             if x.opcode.endswith("-done") and x.operands and (started := pending.pop(x.operands[0], None)):
-                cost, between = started
-                yield replace(cost, hidden=min(cost.collective, between))
+                yield started
+            work = 0.0
             for cost in self._cost(computation, x, times):
                 if cost.collective and x.opcode.endswith("-start"):
-                    pending[x.name] = [cost, 0.0]
-                    continue
-                for started in pending.values():
-                    started[1] += cost.total / max(times, 1)
-                yield cost
-        yield from (cost for cost, _ in pending.values())
+                    pending[x.name] = cost
+                else:
+                    work += cost.times * (cost.seconds - cost.hidden) / max(times, 1)
+                    yield cost
+            for name, cost in pending.items():
+                hidden = min(work, cost.collective - cost.hidden)
+                pending[name], work = replace(cost, hidden=cost.hidden + hidden), work - hidden
+        yield from pending.values()
 
     def _cost(self, computation: Computation, x: Instruction, times: int) -> Iterator[Cost]:
         if x.opcode == "while":

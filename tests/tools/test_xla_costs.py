@@ -520,6 +520,50 @@ def test_what_runs_between_start_and_end_hides_a_collective():
     assert long["predicted_s"] == pytest.approx(long["collective_s"])
 
 
+def test_work_hides_one_collective_at_a_time():
+    """Two are under way while an array is copied, and a third is, which has no start and end of its own."""
+    size = "bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}"
+    work = ["%c = bf16[2048,4096]{1,0:T(8,128)(2,1)} copy(%w)", f"%sum = {size} all-reduce(%x), {GROUPS}"]
+    seconds, one = 2 * 2048 * 4096 * 2 / BANDWIDTH, EIGHT.collective("all-reduce", 8, 4096 * 2048 * 2)
+
+    def hidden(repeats: int) -> float:
+        copies = [line.replace("%c ", f"%c{i} ") for i in range(repeats) for line in work[:1]]
+        second = [f"%start.2 = {size} all-reduce-start(%x), channel_id=2, {GROUPS}"]
+        done = [f"%done.2 = {size} all-reduce-done(%start.2)"]
+        return collective("all-reduce", *second, *copies, work[1], *done, size=size).figures()["hidden_s"]
+
+    assert seconds < one
+    assert hidden(1) == pytest.approx(seconds)
+    assert hidden(100) == pytest.approx(2 * one)
+
+
+def test_work_that_hides_a_collective_of_a_call_hides_none_around_it():
+    size = "bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}"
+    copy = "  %c = bf16[2048,4096]{1,0:T(8,128)(2,1)} copy(%w)\n"
+    inside = f"""  %in = {size} all-reduce-start(%s), {GROUPS}
+{copy}  %out = {size} all-reduce-done(%in)
+"""
+    found = program(
+        f"""
+%called (s: bf16[4096,2048], w: bf16[2048,4096]) -> bf16[4096,2048] {{
+  %s = {size} parameter(0)
+  %w = bf16[2048,4096]{{1,0:T(8,128)(2,1)}} parameter(1)
+{inside}  ROOT %r = {size} bitcast(%out)
+}}
+
+ENTRY %main (x: bf16[4096,2048], w: bf16[2048,4096]) -> bf16[4096,2048] {{
+  %x = {size} parameter(0)
+  %v = bf16[2048,4096]{{1,0:T(8,128)(2,1)}} parameter(1)
+  %start = {size} all-reduce-start(%x), {GROUPS}
+  %y = {size} call(%x, %v), to_apply=%called
+  ROOT %done = {size} all-reduce-done(%start)
+}}
+""",
+        EIGHT,
+    )
+    assert found.figures()["hidden_s"] == pytest.approx(2 * 2048 * 4096 * 2 / BANDWIDTH)
+
+
 def test_a_collective_inside_of_a_fusion_counts():
     found = program(
         f"""
