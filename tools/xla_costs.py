@@ -571,8 +571,8 @@ def _convolution(x: Instruction, left: Shape, right: Shape) -> float:
         for side, names, dims in zip("lro", labels.groups(), (left.dims, right.dims, x.shapes[0].dims), strict=True)
     }
     window = dict(re.findall(r"(\w+)=([\w\-x]+)", x.attribute(r"window=\{([^}]*)\}")))
-    groups = int(x.attribute(r"batch_group_count=(\d+)") or 1)
-    total = 2.0 * size_of["o"]["b"] * size_of["o"]["f"] * size_of["r"]["i"] / groups
+    # Groups have divided these already: of features the kernel's inputs, of the batch that of the output.
+    total = 2.0 * size_of["o"]["b"] * size_of["o"]["f"] * size_of["r"]["i"]
     axes = [c for c in labels[1] if c.isdigit()]
     for i, axis in enumerate(sorted(axes)):
 

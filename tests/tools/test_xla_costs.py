@@ -141,6 +141,9 @@ def test_many_rows_are_bound_by_the_matrix_unit():
             "bf16[32,2,32] convolution(%c, %d), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f",
             2 * 32**3,
         ),
+        # Four groups of eight rows, each with eight outputs of its own; then of eight inputs.
+        ("bf16[8,32] convolution(%f, %f), dim_labels=bf_io->bf, batch_group_count=4", 8 * 32 * 32),
+        ("bf16[32,32] convolution(%f, %g), dim_labels=bf_io->bf, feature_group_count=4", 32 * 32 * 8),
         (
             "f32[96,32,32] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}",
             96 * 32**3,
@@ -156,6 +159,8 @@ def test_products_have_their_operations_only(line, operations):
         "%c = bf16[32,32,1] parameter(2)",
         "%d = bf16[2,32,32] parameter(3)",
         "%e = f32[32,32] parameter(4)",
+        "%f = bf16[32,32] parameter(5)",
+        "%g = bf16[8,32] parameter(6)",
         f"ROOT %y = {line}",
     )
     assert found.figures()["operations"] == 2 * operations
