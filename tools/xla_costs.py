@@ -357,6 +357,9 @@ class Program:
     def _written(self, computation: Computation, x: Instruction) -> list[int]:
         """Bytes that an operation writes, of each of its results."""
         results = [s.in_hbm for s in x.shapes]
+        # The start of a collective may return its operands before what it writes.
+        if x.opcode.endswith("-start") and len(results) > len(x.operands):
+            results[: len(x.operands)] = [0] * len(x.operands)
         if x.opcode == "fusion":
             fused = self.computations[x.called]
             roots = [fused.root]

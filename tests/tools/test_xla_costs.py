@@ -514,6 +514,22 @@ def test_collectives_take_hops_and_bytes():
     assert sums["predicted_s"] == sums["collective_s"]
 
 
+@pytest.mark.parametrize(
+    ("line", "read", "written"),
+    [
+        ("(bf16[16,2048], bf16[128,2048]) all-gather-start(%x), dimensions={0}", 1, 8),
+        ("((bf16[16,2048], f32[8,1024]), (bf16[128,2048], f32[64,1024])) all-gather-start(%x, %y)", 1.5, 12),
+        ("(bf16[16,2048], bf16[16,2048], u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)", 1, 1),
+        ("bf16[16,2048] all-reduce-start(%x), to_apply=%add", 1, 1),
+        ("(bf16[16,2048], f32[8,1024]) all-reduce-start(%x, %y), to_apply=%add", 1.5, 1.5),
+    ],
+)
+def test_a_collective_writes_its_results_only(line, read, written):
+    """Some return their operands too."""
+    found = entry("%x = bf16[16,2048] parameter(0)", "%y = f32[8,1024] parameter(1)", f"%s = {line}", slice_=EIGHT)
+    assert moved(found) == (read * 65536, written * 65536)
+
+
 def test_what_runs_between_start_and_end_hides_a_collective():
     copy = "%c = bf16[2048,4096]{1,0:T(8,128)(2,1)} copy(%w)"
     seconds = 2 * 2048 * 4096 * 2 / BANDWIDTH
