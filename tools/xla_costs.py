@@ -211,8 +211,11 @@ class Program:
         """The costs of a computation that runs ``times`` times; a collective's after what hides it."""
         pending: dict[str, Cost] = {}
         for x in computation.instructions.values():
-            if x.opcode.endswith("-done") and x.operands and (started := pending.pop(x.operands[0], None)):
-                yield started
+            if x.opcode.endswith(("-update", "-done")) and (started := pending.pop(x.operands[0], None)):
+                if x.opcode.endswith("-done"):
+                    yield started
+                else:
+                    pending[x.name] = started
             work = 0.0
             for cost in self._cost(computation, x, times):
                 if cost.collective and x.opcode.endswith("-start"):
@@ -221,9 +224,11 @@ class Program:
                     work += cost.times * (cost.seconds - cost.hidden) / max(times, 1)
                     yield cost
             for name, cost in pending.items():
-                hidden = min(work, cost.collective - cost.hidden)
-                pending[name], work = replace(cost, hidden=cost.hidden + hidden), work - hidden
-        yield from pending.values()
+                # What starts without operands waits for them: an update brings them.
+                if computation.instructions[name].operands:
+                    hidden = min(work, cost.collective - cost.hidden)
+                    pending[name], work = replace(cost, hidden=cost.hidden + hidden), work - hidden
+        yield from (replace(cost, hidden=0.0) for cost in pending.values())
 
     def _cost(self, computation: Computation, x: Instruction, times: int) -> Iterator[Cost]:
         if x.opcode == "while":

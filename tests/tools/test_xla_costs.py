@@ -558,6 +558,35 @@ def test_work_hides_one_collective_at_a_time():
     assert hidden(100) == pytest.approx(2 * one)
 
 
+def test_a_collective_that_starts_without_operands_is_under_way_from_its_update_on():
+    """As a SparseCore's does."""
+    size = "bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}"
+    copy = "%c{} = bf16[2048,4096]{{1,0:T(8,128)(2,1)}} copy(%w)"
+    lines = (
+        f"%x = {size} parameter(0)",
+        "%w = bf16[2048,4096]{1,0:T(8,128)(2,1)} parameter(1)",
+        "%start = ((), (), s32[]{:S(2)}) call-start(), to_apply=%called",
+        copy.format(1),
+        f"%update = (({size}), {size}) call-update(%start, %x)",
+        copy.format(2),
+        f"%done = {size} call-done(%update)",
+        copy.format(3),
+    )
+    called = f"""
+%called (s: bf16[4096,2048]) -> bf16[4096,2048] {{
+  %s = {size} parameter(0)
+  ROOT %all = {size} all-reduce(%s), {GROUPS}
+}}
+
+ENTRY %main (x: bf16[4096,2048], w: bf16[2048,4096]) -> bf16[4096,2048] {{
+"""
+    found = program(called + "\n".join(f"  {line}" for line in lines) + "\n}\n", EIGHT)
+    assert found.figures()["hidden_s"] == pytest.approx(2 * 2048 * 4096 * 2 / BANDWIDTH)
+    # An end that is not here hides nothing.
+    endless = called + "\n".join(f"  {line}" for line in lines if "done" not in line) + "\n}\n"
+    assert program(endless, EIGHT).figures()["hidden_s"] == 0
+
+
 def test_work_that_hides_a_collective_of_a_call_hides_none_around_it():
     size = "bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}"
     copy = "  %c = bf16[2048,4096]{1,0:T(8,128)(2,1)} copy(%w)\n"
