@@ -678,6 +678,13 @@ def test_a_kernel_fetches_a_block_again_only_where_another_was_between():
     assert kernel(whole.encode(), ((512, 2048), (2048, 2048)), ((512, 2048),))[0] == [1.0, 2.0]
 
 
+def test_the_last_block_of_an_axis_is_what_is_left_of_it():
+    """Of 400 rows in blocks of 256 the second has 144; of 1,900 columns in blocks of 1,024, it has 876."""
+    inputs, results, _ = kernel(MATMUL.encode(), ((400, 1900), (1900, 2048)), ((400, 2048),))
+    assert inputs == pytest.approx([4, 2])
+    assert results == pytest.approx([1])
+
+
 GROUPED = (KERNELS / "grouped.mlir").read_text()
 
 
