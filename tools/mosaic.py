@@ -28,6 +28,9 @@ from jaxlib.mosaic.python import tpu
 MOST_POINTS = 10_000
 DYNAMIC = -(2**63)
 BITS = re.compile(r"\D+(\d+)")
+# The matrix units take bfloat16: products of it that one of float32 is, at full precision and at the next.
+FULL, HIGH = 6, 3
+PASSES = {"fp32": FULL, "bf16x3": HIGH}
 
 # A whole number, an expression of numbers that are read from memory (a tuple), or None for everything else.
 Value = Any
@@ -177,7 +180,9 @@ class _Run:
         contracted = re.search(r"<\[([\d, ]*)\]", str(op.attributes["dimension_numbers"]))
         depth = prod(left.shape[int(n)] for n in contracted[1].split(",")) if contracted else left.shape[-1]
         kinds = {str(x.element_type) for x in (left, right)}
-        self.products[kinds.pop() if len(kinds) == 1 else ""] += 2 * prod(out.shape) * depth
+        precision = re.search(r"contract_precision<(\w+)>", _attribute(op, "precision"))
+        passes = PASSES.get(precision[1], 1) if precision else 1
+        self.products[kinds.pop() if len(kinds) == 1 else ""] += passes * 2 * prod(out.shape) * depth
 
 
 def _counts(op) -> bool:

@@ -26,7 +26,7 @@ from math import ceil, inf, prod
 from typing import Any
 
 from dflash_jax.parallel.devices import DEVICES, Device
-from tools.mosaic import kernel
+from tools.mosaic import FULL, HIGH, kernel
 from tools.xla_text import ENTRY, Computation, Instruction, Shape, computations
 
 # Operations that move nothing, and the ends of those that count where they start.
@@ -397,10 +397,8 @@ class Program:
         if x.opcode in ("dot", "convolution"):
             left, right = (computation.instructions[name].shapes[0] for name in x.operands[:2])
             kind = left.kind if left.kind == right.kind else ""
-            # The matrix units take bfloat16: float32 at full precision is six products, at a high one three.
-            passes = (
-                6 if "=highest" in x.attributes or "{highest" in x.attributes else 3 if "{high," in x.attributes else 1
-            )
+            precisions = x.attribute(r"operand_precision=\{([\w,]*)\}").split(",")
+            passes = max({"highest": FULL, "high": HIGH}.get(precision, 1) for precision in precisions)
             count = _dot(x, left) if x.opcode == "dot" else _convolution(x, left, right)
             return [(kind, passes * count)]
         return []

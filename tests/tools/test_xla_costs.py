@@ -148,8 +148,9 @@ def test_many_rows_are_bound_by_the_matrix_unit():
             "f32[96,32,32] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}",
             96 * 32**3,
         ),
-        # Full precision is six products of bfloat16.
+        # Full precision is six products of bfloat16, the next is three.
         ("f32[32,32] dot(%e, %e), lhs_contracting_dims={1}, operand_precision={highest,highest}", 6 * 32**3),
+        ("f32[32,32] dot(%e, %e), lhs_contracting_dims={1}, operand_precision={default,high}", 3 * 32**3),
     ],
 )
 def test_products_have_their_operations_only(line, operations):
@@ -676,6 +677,15 @@ def test_a_kernel_fetches_a_block_again_only_where_another_was_between():
     whole = MATMUL.replace("2, 4, 2>", "2, 4, 1>").replace("1024x", "2048x").replace("x1024", "x2048")
     whole = whole.replace("256, 1024>", "256, 2048>").replace("1024, 512>", "2048, 512>")
     assert kernel(whole.encode(), ((512, 2048), (2048, 2048)), ((512, 2048),))[0] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("precision", "passes"), [("fp32", 6), ("bf16", 1)])
+def test_a_kernels_products_at_full_precision_are_six(precision, passes):
+    text = MATMUL.replace(
+        "dimension_numbers =", f"precision = #tpu.contract_precision<{precision}>, dimension_numbers ="
+    )
+    _, _, products = kernel(text.encode(), ((512, 2048), (2048, 2048)), ((512, 2048),))
+    assert products == {"bf16": passes * 16 * 2 * 256 * 1024 * 512}
 
 
 def test_the_last_block_of_an_axis_is_what_is_left_of_it():
