@@ -318,7 +318,7 @@ def _parts(function, grid: list[int], shape: tuple[int, ...], bounds: list[int],
     for point in _points(grid):
         place = run.block(block, dict(zip(block.arguments, point, strict=False)))
         known.append(tuple(_placed(v, context) for v in place))
-    moved = sum(_part(b, bounds, shape) for a, b in pairwise([None, *known]) if a != b)
+    moved = sum(_part(b, bounds, shape) for a, b in zip([None, *known], known, strict=False) if a != b)
     read = [any(isinstance(place[i], tuple) for place in known) for i in range(len(bounds))]
     if not any(read):
         return moved

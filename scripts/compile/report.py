@@ -113,7 +113,7 @@ def report(shapes, layout, devices, args) -> dict:
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
-        figures, hlo = measure(lowered, depth, arrays, options)
+        figures, hlo = measure(lowered, depth, arrays, backend.platform, options)
         reports[name] = figures
         if ":" in args.device and "failed" not in figures:
             context = 0 if name == "prefill" else min(args.context or args.max_len, args.max_len)

@@ -68,6 +68,26 @@ def test_figures_of_whole_models_are_linear_in_their_layers():
     assert "one slot (no memory)" in compile_tpu.missing(rows)
 
 
+@pytest.mark.parametrize("options", [None, {"xla_tpu_scoped_vmem_limit_kib": 98304}])
+@pytest.mark.parametrize(("platform", "is_dumped"), [("tpu", False), ("cuda", True)])
+def test_kernels_are_looked_for_on_gpus_only(platform, is_dumped, options):
+    """A TPU's compiler has options too, but writes no list of kernels."""
+    import jax
+
+    from tools import compile_report
+
+    taken = {}
+
+    class Lowered:
+        def compile(self, compiler_options):
+            taken.update(compiler_options)
+            return jax.jit(lambda x: x + 1).lower(1.0).compile()
+
+    compile_report.measure(Lowered(), 1, {}, platform, options)
+    assert (taken.pop("xla_dump_to", None) is not None) == is_dumped
+    assert taken == (options or {})
+
+
 def test_calls_are_shown_where_they_are_fewer_than_kernels():
     """Figures from before calls were counted have none, and those of a TPU have neither."""
     shown = compile_table.kernels
