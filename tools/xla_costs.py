@@ -65,7 +65,7 @@ class Slice:
         return cls(DEVICES[chip], (*(int(n) for n in shape.split("x")), *halves))
 
     def rate(self, kind: str) -> float:
-        """Operations a second of products of this kind of factors."""
+        """Operations a second of products whose factors are both of this kind; "" where they are of two."""
         fast = {"s8": self.device.int8, "u8": self.device.int8}.get(kind, self.device.fp8 if kind[:2] == "f8" else 0.0)
         return fast or self.device.operations
 

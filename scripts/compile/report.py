@@ -34,13 +34,15 @@ def pool_sizes(caches, slots: int) -> dict[int, int]:
     return {math.prod(part): part[0] * page // slots for part, page in parts}
 
 
-def floor(programs, layout, device, tokens: int, context: int, slots: int) -> dict:
+def floor(programs, layout, slice_: Slice, tokens: int, context: int, slots: int) -> dict:
     """What a pass cannot do without, by the chip's figures: weights, caches and states read once, and the products.
+
+    Activations are in bfloat16, so the products are at its rate, whatever the weights are in.
 
     Args:
         programs: The models' executables.
         layout: The mesh.
-        device: A device.
+        slice_: Where it runs.
         tokens: Tokens of the pass on a device.
         context: Positions in the caches.
         slots: Slots, over all devices.
@@ -58,10 +60,11 @@ def floor(programs, layout, device, tokens: int, context: int, slots: int) -> di
         work += passes * weigh(drafter, layout).work(batch * per_pass)
     # A prefill chunk writes what a step reads.
     work.append((batch * (2 * slot.state + slot.read(context, drafts)) if context else 0.0, 0.0))
+    bandwidth, rate = slice_.device.bandwidth, slice_.rate("bf16")
     return {
         "bytes": sum(size for size, _ in work),
         "operations": sum(operations for _, operations in work),
-        "seconds": sum(max(size / device.bandwidth, n / device.operations) for size, n in work),
+        "seconds": sum(max(size / bandwidth, n / rate) for size, n in work),
     }
 
 
@@ -121,7 +124,7 @@ def report(shapes, layout, devices, args) -> dict:
             figures["counted"] = {"context": context} | program.figures()
             figures["tokens"] = chunk if name == "prefill" else settings.block_size
             tokens = figures["tokens"] * (1 if name == "prefill" else args.slots // layout.data)
-            figures["floor"] = floor(programs, layout, program.slice.device, tokens, context, args.slots)
+            figures["floor"] = floor(programs, layout, program.slice, tokens, context, args.slots)
             if args.operations:
                 figures["costliest"] = costliest(program, args.operations)
     memory = DEVICES[args.device.partition(":")[0]].memory

@@ -2,9 +2,12 @@
 
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dflash_jax.parallel.sharding import ONE_DEVICE
+from tests.helpers import load_script
 from tools.mosaic import kernel
 from tools.xla_costs import HOP, Program, Slice, costliest, devices_of
 from tools.xla_text import shapes_of
@@ -173,6 +176,28 @@ def test_eight_bits_are_as_fast_as_the_chip_has_them():
         "ROOT %y = s32[4096,4096] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
     )
     assert found.figures()["predicted_s"] == pytest.approx(2 * 4096**3 / 1836e12)
+
+
+@pytest.mark.parametrize("right", ["f8e4m3fn", "bf16"])
+def test_the_floor_has_the_rate_that_a_product_of_activations_is_predicted_with(right, monkeypatch):
+    """On a v7, which is twice as fast only where both factors are FP8: activations are not."""
+    report, seven = load_script("compile/report.py"), Slice.of("tpu7x:1x1x1")
+
+    def product(left: str) -> float:
+        found = entry(
+            f"%a = {left}[4096,4096] parameter(0)",
+            f"%b = {right}[4096,4096] parameter(1)",
+            "ROOT %y = f32[4096,4096] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            slice_=seven,
+        )
+        return found.figures()["predicted_s"]
+
+    work, slot = [(4096**2, 2 * 4096**3)], SimpleNamespace(state=0, read=lambda context, drafts: 0)
+    monkeypatch.setattr(report, "weigh", lambda module, layout: SimpleNamespace(work=lambda tokens: work))
+    monkeypatch.setattr(report, "measure_slot", lambda *args: slot)
+    floor = report.floor(SimpleNamespace(pair=("target", None)), ONE_DEVICE, seven, 4096, 0, 1)
+    assert floor["seconds"] == pytest.approx(product("bf16")) == 2 * 4096**3 / 1153.5e12
+    assert product("f8e4m3fn") == pytest.approx(floor["seconds"] / (2 if right == "f8e4m3fn" else 1))
 
 
 LOOP = """
