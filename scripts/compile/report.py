@@ -25,7 +25,7 @@ from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import abstract_pair, measure_slot, read_shapes
 from dflash_jax.process import exit_code
 from tools.compile_report import backend_of, measure, prepare, shorten, topology
-from tools.xla_costs import Program, Slice, costliest
+from tools.xla_costs import REVISION, Program, Slice, costliest
 
 
 def pool_sizes(caches, slots: int) -> dict[int, int]:
@@ -143,7 +143,7 @@ def report(shapes, layout, devices, args) -> dict:
         "kernels": "triton" if backend.has_triton else "xla",
         "memory": memory,
         "programs": reports,
-    }
+    } | ({"revision": REVISION} if ":" in args.device else {})
 
 
 def describe_counted(c: dict, floor: dict) -> str:
