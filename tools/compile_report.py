@@ -125,7 +125,7 @@ def resident_bytes(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def measure(lowered, layers: int, arrays: dict, options: dict | None) -> tuple[dict, str]:
+def measure(lowered, layers: int, arrays: dict, platform: str, options: dict | None) -> tuple[dict, str]:
     """Compiles a program and counts its kernels, copies and bytes.
 
     A loop's body counts once, so figures of a decode program are per round.
@@ -134,7 +134,8 @@ def measure(lowered, layers: int, arrays: dict, options: dict | None) -> tuple[d
         lowered: The program.
         layers: Its layers.
         arrays: Trees of arrays that should not be copied, by name.
-        options: The compiler's for a GPU, whose kernels are counted; None for a TPU.
+        platform: What it is for, such as "tpu" or "cuda"; a GPU's kernels are counted.
+        options: The compiler's; None: its own.
 
     Returns:
         The figures, and the optimised program's text.
@@ -144,8 +145,8 @@ def measure(lowered, layers: int, arrays: dict, options: dict | None) -> tuple[d
     folder = Path(tempfile.mkdtemp(prefix="xla_"))
     began = time.perf_counter()
     try:
-        dump = {} if options is None else {"xla_dump_to": str(folder), **options}
-        compiled = lowered.compile(compiler_options=dump)
+        dump = {} if platform == "tpu" else {"xla_dump_to": str(folder)}
+        compiled = lowered.compile(compiler_options=dump | (options or {}))
         seconds, text = time.perf_counter() - began, thunks(folder)
     except jax.errors.JaxRuntimeError as e:  # a TPU's compiler refuses what its memory cannot hold
         return {"failed": " ".join(str(e).split())[:200]}, ""

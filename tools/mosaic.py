@@ -28,6 +28,9 @@ from jaxlib.mosaic.python import tpu
 MOST_POINTS = 10_000
 DYNAMIC = -(2**63)
 BITS = re.compile(r"\D+(\d+)")
+# The matrix units take bfloat16: products of it that one of float32 is, at full precision and at the next.
+FULL, HIGH = 6, 3
+PASSES = {"fp32": FULL, "bf16x3": HIGH}
 
 # A whole number, an expression of numbers that are read from memory (a tuple), or None for everything else.
 Value = Any
@@ -177,7 +180,9 @@ class _Run:
         contracted = re.search(r"<\[([\d, ]*)\]", str(op.attributes["dimension_numbers"]))
         depth = prod(left.shape[int(n)] for n in contracted[1].split(",")) if contracted else left.shape[-1]
         kinds = {str(x.element_type) for x in (left, right)}
-        self.products[kinds.pop() if len(kinds) == 1 else ""] += 2 * prod(out.shape) * depth
+        precision = re.search(r"contract_precision<(\w+)>", _attribute(op, "precision"))
+        passes = PASSES.get(precision[1], 1) if precision else 1
+        self.products[kinds.pop() if len(kinds) == 1 else ""] += passes * 2 * prod(out.shape) * depth
 
 
 def _counts(op) -> bool:
@@ -259,8 +264,7 @@ def kernel(
         moved = [0.0 if re.search("<(any|hbm)>", str(arguments[i].type)) else 1.0 for i in arrays]
     for i, function in enumerate(indices):
         if function is not None:
-            blocks = _blocks(function, grid, shapes[i], bounds[i], context)
-            moved[i] = blocks * points / counted * _share(bounds[i], shapes[i])
+            moved[i] = _parts(function, grid, shapes[i], bounds[i], context) * points / counted
         elif windows:
             moved[i] = 0.0 if re.search("<(any|hbm)>", str(arguments[arrays[i]].type)) else 1.0
     run, entry = _Run(context), main.regions[0].blocks[0]
@@ -294,31 +298,38 @@ def _dynamic(axis: int, functions: list, shapes: list[tuple[int, ...]], bounds: 
     return min(most, default=1)
 
 
-def _share(bounds: list[int], shape: tuple[int, ...]) -> float:
-    """The part of an array that a block is."""
-    return prod(min(b, n) / n for b, n in zip(bounds, shape, strict=True) if n)
+def _part(place: tuple[Value, ...], bounds: list[int], shape: tuple[int, ...]) -> float:
+    """The part of an array that the block at ``place`` is: the last along an axis may be smaller.
+
+    One whose index is read from memory is as large as the mean.
+    """
+    part = 1.0
+    for i, bound, n in zip(place, bounds, shape, strict=True):
+        count = -(-n // bound)
+        part *= min(bound, n - bound * max(0, min(i, count - 1))) / n if isinstance(i, int) and n else 1 / max(count, 1)
+    return part
 
 
-def _blocks(function, grid: list[int], shape: tuple[int, ...], bounds: list[int], context: int) -> float:
-    """How many blocks of an array are moved."""
+def _parts(function, grid: list[int], shape: tuple[int, ...], bounds: list[int], context: int) -> float:
+    """The part of an array that is moved, in blocks."""
     block = function.regions[0].blocks[0]
     run = _Run(context)
     known: list[tuple[Value, ...]] = []
     for point in _points(grid):
         place = run.block(block, dict(zip(block.arguments, point, strict=False)))
         known.append(tuple(_placed(v, context) for v in place))
-    changes = 1 + sum(a != b for a, b in pairwise(known))
+    moved = sum(_part(b, bounds, shape) for a, b in zip([None, *known], known, strict=False) if a != b)
     read = [any(isinstance(place[i], tuple) for place in known) for i in range(len(bounds))]
     if not any(read):
-        return changes
+        return moved
     # Where only what is read from memory changes from point to point, no block comes twice in a sweep.
     listed = [tuple(v for v, is_read in zip(place, read, strict=True) if is_read) for place in known]
     if any(a == b and x != y for (a, x), (b, y) in pairwise(zip(listed, known, strict=True))):
-        return changes
+        return moved
     distinct = len(set(known))
     of_axis = [-(-n // b) for n, b in zip(shape, bounds, strict=True)]
     most = prod(
         n if is_read else len({place[i] for place in known})
         for i, (n, is_read) in enumerate(zip(of_axis, read, strict=True))
     )
-    return changes * min(1.0, most / distinct)
+    return moved * min(1.0, most / distinct)

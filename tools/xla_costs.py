@@ -12,7 +12,8 @@ The optimised program's text names for each array its tiles, with their padding,
   slices; of an array that it updates in place, the update. Copies between memories count where they start.
 - Operations are the products' (dots and convolutions), also inside of fusions.
 - A Pallas kernel moves the blocks of its grid (`tools/mosaic.py`).
-- A collective takes its hops and its bytes on the links of the slice. What runs between its start and its end hides it.
+- A collective takes its hops and its bytes on the links of the slice. Work between its start and its end hides it. Of
+  several under way work hides one after another, in the order of their starts; a collective hides none.
 """
 
 import base64
@@ -25,7 +26,7 @@ from math import ceil, inf, prod
 from typing import Any
 
 from dflash_jax.parallel.devices import DEVICES, Device
-from tools.mosaic import kernel
+from tools.mosaic import FULL, HIGH, kernel
 from tools.xla_text import ENTRY, Computation, Instruction, Shape, computations
 
 # Operations that move nothing, and the ends of those that count where they start.
@@ -36,6 +37,8 @@ FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "
 SAME = ("bitcast", "copy", "reshape", "convert", "transpose")
 SLICES, UPDATES = ("dynamic-slice", "slice", "gather"), ("dynamic-update-slice", "scatter")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+# Of this module and `tools/mosaic.py`: raised where they count otherwise, so that figures of an older one can be told.
+REVISION = 1
 SAMPLING, ATTENTION, EXPERTS = "decoding/sampling.py", "ops/attention.py", "ops/moe.py"
 
 
@@ -64,7 +67,7 @@ class Slice:
         return cls(DEVICES[chip], (*(int(n) for n in shape.split("x")), *halves))
 
     def rate(self, kind: str) -> float:
-        """Operations a second of products of this kind of factors."""
+        """Operations a second of products whose factors are both of this kind; "" where they are of two."""
         fast = {"s8": self.device.int8, "u8": self.device.int8}.get(kind, self.device.fp8 if kind[:2] == "f8" else 0.0)
         return fast or self.device.operations
 
@@ -208,19 +211,26 @@ class Program:
 
     def _costs(self, computation: Computation, times: int) -> Iterator[Cost]:
         """The costs of a computation that runs ``times`` times; a collective's after what hides it."""
-        pending: dict[str, list[Any]] = {}
+        pending: dict[str, Cost] = {}
         for x in computation.instructions.values():
-            if x.opcode.endswith("-done") and x.operands and (started := pending.pop(x.operands[0], None)):
-                cost, between = started
-                yield replace(cost, hidden=min(cost.collective, between))
+            if x.opcode.endswith(("-update", "-done")) and (started := pending.pop(x.operands[0], None)):
+                if x.opcode.endswith("-done"):
+                    yield started
+                else:
+                    pending[x.name] = started
+            work = 0.0
             for cost in self._cost(computation, x, times):
                 if cost.collective and x.opcode.endswith("-start"):
-                    pending[x.name] = [cost, 0.0]
-                    continue
-                for started in pending.values():
-                    started[1] += cost.total / max(times, 1)
-                yield cost
-        yield from (cost for cost, _ in pending.values())
+                    pending[x.name] = cost
+                else:
+                    work += cost.times * (cost.seconds - cost.hidden) / max(times, 1)
+                    yield cost
+            for name, cost in pending.items():
+                # What starts without operands waits for them: an update brings them.
+                if computation.instructions[name].operands:
+                    hidden = min(work, cost.collective - cost.hidden)
+                    pending[name], work = replace(cost, hidden=cost.hidden + hidden), work - hidden
+        yield from (replace(cost, hidden=0.0) for cost in pending.values())
 
     def _cost(self, computation: Computation, x: Instruction, times: int) -> Iterator[Cost]:
         if x.opcode == "while":
@@ -354,6 +364,9 @@ class Program:
     def _written(self, computation: Computation, x: Instruction) -> list[int]:
         """Bytes that an operation writes, of each of its results."""
         results = [s.in_hbm for s in x.shapes]
+        # The start of a collective may return its operands before what it writes.
+        if x.opcode.endswith("-start") and len(results) > len(x.operands):
+            results[: len(x.operands)] = [0] * len(x.operands)
         if x.opcode == "fusion":
             fused = self.computations[x.called]
             roots = [fused.root]
@@ -386,10 +399,8 @@ class Program:
         if x.opcode in ("dot", "convolution"):
             left, right = (computation.instructions[name].shapes[0] for name in x.operands[:2])
             kind = left.kind if left.kind == right.kind else ""
-            # The matrix units take bfloat16: float32 at full precision is six products, at a high one three.
-            passes = (
-                6 if "=highest" in x.attributes or "{highest" in x.attributes else 3 if "{high," in x.attributes else 1
-            )
+            precisions = x.attribute(r"operand_precision=\{([\w,]*)\}").split(",")
+            passes = max({"highest": FULL, "high": HIGH}.get(precision, 1) for precision in precisions)
             count = _dot(x, left) if x.opcode == "dot" else _convolution(x, left, right)
             return [(kind, passes * count)]
         return []
@@ -464,15 +475,14 @@ class Program:
             names = [arguments[i] if c is None else name for i, c, name in zip(indices, constants, names, strict=True)]
         else:
             constants = [None, None]
-        ends = [
-            self._start(condition, name, computation, x) if c is None else c
-            for name, c in zip(names, constants, strict=True)
-        ]
-        if ends[0] is None or ends[1] is None:
+        if constants[0] is not None or (index := self._element(condition, names[0])) is None:
             return None
-        index = self._element(condition, names[0])
-        step = 1 if index is None else self._step(x, index)
-        return max(0, -(-(ends[1] - ends[0]) // step))
+        first = self._start(x, index, computation)
+        last = constants[1] if constants[1] is not None else self._constant(condition, names[1])
+        if last is None and (bound := self._element(condition, names[1])) is not None and self._is_kept(x, bound):
+            last = self._start(x, bound, computation)
+        step = self._step(x, index)
+        return None if first is None or last is None or step is None else max(0, -(-(last - first) // step))
 
     def _constant(self, computation: Computation, name: str) -> int | None:
         x = computation.instructions[name]
@@ -489,30 +499,34 @@ class Program:
         index = x.attribute(r"index=(\d+)") if x.opcode == "get-tuple-element" else ""
         return int(index) if index and computation.instructions[x.operands[0]].opcode == "parameter" else None
 
-    def _start(self, inside: Computation, name: str, outside: Computation, loop: Instruction) -> int | None:
-        """The constant that a loop's part has here at its first trip."""
-        if (constant := self._constant(inside, name)) is not None:
-            return constant
-        if (index := self._element(inside, name)) is None:
-            return None
+    def _start(self, loop: Instruction, index: int, outside: Computation) -> int | None:
+        """The constant that an element of a loop's state is at the loop's first trip, whenever the loop runs."""
         argument = outside.instructions[loop.operands[0]]
         if argument.opcode != "tuple":
             return None
         value = argument.operands[index]
         if (constant := self._constant(outside, value)) is not None or outside.name not in self.callers:
             return constant
-        return self._start(outside, value, *self.callers[outside.name])
+        around, caller = self.callers[outside.name]
+        element = self._element(outside, value)
+        if element is None or not self._is_kept(caller, element):
+            return None
+        return self._start(caller, element, around)
 
-    def _step(self, loop: Instruction, index: int) -> int:
-        """What a loop adds to an element of its state in a trip."""
+    def _is_kept(self, loop: Instruction, index: int) -> bool:
+        """Whether an element of a loop's state is the same in all of its trips."""
+        body = self.computations[loop.attribute(r"body=%?([\w.-]+)")]
+        return body.root.opcode == "tuple" and self._element(body, body.root.operands[index]) == index
+
+    def _step(self, loop: Instruction, index: int) -> int | None:
+        """The constant that a loop adds to an element of its state in each trip."""
         body = self.computations[loop.attribute(r"body=%?([\w.-]+)")]
         x = body.instructions[body.root.operands[index]] if body.root.opcode == "tuple" else None
         while x is not None and x.opcode in SAME:
             x = body.instructions[x.operands[0]]
-        if x is None or x.opcode != "add":
-            return 1
-        steps = [self._constant(body, name) for name in x.operands]
-        return next((n for n in steps if n), 1)
+        if x is None or x.opcode != "add" or index not in [self._element(body, name) for name in x.operands]:
+            return None
+        return next((n for name in x.operands if (n := self._constant(body, name) or 0) > 0), None)
 
 
 def devices_of(attributes: str) -> int:
@@ -565,8 +579,8 @@ def _convolution(x: Instruction, left: Shape, right: Shape) -> float:
         for side, names, dims in zip("lro", labels.groups(), (left.dims, right.dims, x.shapes[0].dims), strict=True)
     }
     window = dict(re.findall(r"(\w+)=([\w\-x]+)", x.attribute(r"window=\{([^}]*)\}")))
-    groups = int(x.attribute(r"batch_group_count=(\d+)") or 1)
-    total = 2.0 * size_of["o"]["b"] * size_of["o"]["f"] * size_of["r"]["i"] / groups
+    # Groups have divided these already: of features the kernel's inputs, of the batch that of the output.
+    total = 2.0 * size_of["o"]["b"] * size_of["o"]["f"] * size_of["r"]["i"]
     axes = [c for c in labels[1] if c.isdigit()]
     for i, axis in enumerate(sorted(axes)):
 

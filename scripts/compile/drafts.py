@@ -78,7 +78,7 @@ def count(lowered) -> dict:
     """Kernels and loops of a program: those that always run, and kernels in branches."""
     from dflash_jax.engine.executables import GPU_OPTIONS
 
-    figures, _ = measure(lowered, 1, {}, GPU_OPTIONS)
+    figures, _ = measure(lowered, 1, {}, "cuda", GPU_OPTIONS)
     if "failed" in figures:
         raise InputError(figures["failed"])
     return {

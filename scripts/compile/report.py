@@ -25,7 +25,7 @@ from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import abstract_pair, measure_slot, read_shapes
 from dflash_jax.process import exit_code
 from tools.compile_report import backend_of, measure, prepare, shorten, topology
-from tools.xla_costs import Program, Slice, costliest
+from tools.xla_costs import REVISION, Program, Slice, costliest
 
 
 def pool_sizes(caches, slots: int) -> dict[int, int]:
@@ -34,13 +34,15 @@ def pool_sizes(caches, slots: int) -> dict[int, int]:
     return {math.prod(part): part[0] * page // slots for part, page in parts}
 
 
-def floor(programs, layout, device, tokens: int, context: int, slots: int) -> dict:
+def floor(programs, layout, slice_: Slice, tokens: int, context: int, slots: int) -> dict:
     """What a pass cannot do without, by the chip's figures: weights, caches and states read once, and the products.
+
+    Activations are in bfloat16, so the products are at its rate, whatever the weights are in.
 
     Args:
         programs: The models' executables.
         layout: The mesh.
-        device: A device.
+        slice_: Where it runs.
         tokens: Tokens of the pass on a device.
         context: Positions in the caches.
         slots: Slots, over all devices.
@@ -58,10 +60,11 @@ def floor(programs, layout, device, tokens: int, context: int, slots: int) -> di
         work += passes * weigh(drafter, layout).work(batch * per_pass)
     # A prefill chunk writes what a step reads.
     work.append((batch * (2 * slot.state + slot.read(context, drafts)) if context else 0.0, 0.0))
+    bandwidth, rate = slice_.device.bandwidth, slice_.rate("bf16")
     return {
         "bytes": sum(size for size, _ in work),
         "operations": sum(operations for _, operations in work),
-        "seconds": sum(max(size / device.bandwidth, n / device.operations) for size, n in work),
+        "seconds": sum(max(size / bandwidth, n / rate) for size, n in work),
     }
 
 
@@ -113,7 +116,7 @@ def report(shapes, layout, devices, args) -> dict:
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
-        figures, hlo = measure(lowered, depth, arrays, options)
+        figures, hlo = measure(lowered, depth, arrays, backend.platform, options)
         reports[name] = figures
         if ":" in args.device and "failed" not in figures:
             context = 0 if name == "prefill" else min(args.context or args.max_len, args.max_len)
@@ -121,7 +124,7 @@ def report(shapes, layout, devices, args) -> dict:
             figures["counted"] = {"context": context} | program.figures()
             figures["tokens"] = chunk if name == "prefill" else settings.block_size
             tokens = figures["tokens"] * (1 if name == "prefill" else args.slots // layout.data)
-            figures["floor"] = floor(programs, layout, program.slice.device, tokens, context, args.slots)
+            figures["floor"] = floor(programs, layout, program.slice, tokens, context, args.slots)
             if args.operations:
                 figures["costliest"] = costliest(program, args.operations)
     memory = DEVICES[args.device.partition(":")[0]].memory
@@ -140,7 +143,7 @@ def report(shapes, layout, devices, args) -> dict:
         "kernels": "triton" if backend.has_triton else "xla",
         "memory": memory,
         "programs": reports,
-    }
+    } | ({"revision": REVISION} if ":" in args.device else {})
 
 
 def describe_counted(c: dict, floor: dict) -> str:

@@ -44,7 +44,7 @@ def measure(config, device, kernels: str, patches: int, options: dict | None) ->
     # Triton's compiler asks JAX's mesh for the card.
     with jax.set_mesh(mesh):
         program = lowered(tower, jax.tree.map(placed, call_arguments(tower, patches)))
-    figures, _ = report.measure(program, 1, {"weights": tower}, options)
+    figures, _ = report.measure(program, 1, {"weights": tower}, backend.platform, options)
     return {"patches": patches, **choices, "planned_workspace": workspace(config, patches), **figures}
 
 

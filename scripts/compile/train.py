@@ -128,10 +128,11 @@ def lowered(name: str, args):
 
 def measure(name: str, args) -> dict:
     step, shapes, layout, config = lowered(name, args)
-    found, _ = report.measure(step, len(shapes.target.layers), {}, None if ":" in args.device else {})
+    device = DEVICES[args.device.partition(":")[0]]
+    found, _ = report.measure(step, len(shapes.target.layers), {}, device.platform, None)
     if "failed" not in found:
         used = found["arguments"] + found["temporaries"] + found["outputs"] - found["donated"]
-        found |= {"all": used, "fits": used <= DEVICES[args.device.partition(":")[0]].memory}
+        found |= {"all": used, "fits": used <= device.memory}
     sizes = {"rows": config.rows, "sequence_length": config.sequence_length, "anchors": config.anchors}
     needed, computed = flops_a_token(shapes, config)
     return {"mesh": str(layout), **sizes, "flops_a_token": needed, "flops_computed": computed, "step": found}

@@ -68,6 +68,50 @@ def test_figures_of_whole_models_are_linear_in_their_layers():
     assert "one slot (no memory)" in compile_tpu.missing(rows)
 
 
+def test_rows_of_an_older_revision_of_the_arithmetic_are_marked():
+    """Those of before there were revisions have none. The rows of a program are those of two numbers of layers."""
+    figures = dict.fromkeys(("predicted_s", "compiler_s", "collective_s", "hidden_s", "seconds"), 1e-3)
+    figures |= dict.fromkeys(("read", "written", "operations", "runs", "collectives", "bytes"), 1000)
+    program = {"counted": figures | {"once": figures}, "floor": figures}
+    system, device, _ = compile_tpu.THEIR_ROW
+    kind = f"{system} --device {device} --context 4096 --slots 1 --programs plain round --layers"
+
+    def page(*revisions: dict) -> list[str]:
+        row = {"config": system, "device": device, "slots": 1, "depth": 64}
+        row |= {"programs": {"plain": program | {"tokens": 1}, "round": program | {"tokens": 8}}}
+        rows = {f"{kind} {n}": row | revision for n, revision in zip((4, 8), revisions, strict=True)}
+        names = "times", "speeds", "megakernels"
+        text = compile_tpu.page("".join(f"<!-- {name} -->\n<!-- end -->\n" for name in names), rows)
+        return [line for line in text.splitlines() if "†" in line]
+
+    now, before = {"revision": compile_tpu.REVISION}, {"revision": compile_tpu.REVISION - 1}
+    assert page(now, now) == []
+    for revisions in ((now, {}), ({}, now), (before, before)):
+        marked = page(*revisions)
+        # Two programs, their speeds and what would have to be true, each with what the mark means.
+        assert [line.startswith(f"| {system} †") for line in marked] == [True, True, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("options", [None, {"xla_tpu_scoped_vmem_limit_kib": 98304}])
+@pytest.mark.parametrize(("platform", "is_dumped"), [("tpu", False), ("cuda", True)])
+def test_kernels_are_looked_for_on_gpus_only(platform, is_dumped, options):
+    """A TPU's compiler has options too, but writes no list of kernels."""
+    import jax
+
+    from tools import compile_report
+
+    taken = {}
+
+    class Lowered:
+        def compile(self, compiler_options):
+            taken.update(compiler_options)
+            return jax.jit(lambda x: x + 1).lower(1.0).compile()
+
+    compile_report.measure(Lowered(), 1, {}, platform, options)
+    assert (taken.pop("xla_dump_to", None) is not None) == is_dumped
+    assert taken == (options or {})
+
+
 def test_calls_are_shown_where_they_are_fewer_than_kernels():
     """Figures from before calls were counted have none, and those of a TPU have neither."""
     shown = compile_table.kernels

@@ -2,9 +2,12 @@
 
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dflash_jax.parallel.sharding import ONE_DEVICE
+from tests.helpers import load_script
 from tools.mosaic import kernel
 from tools.xla_costs import HOP, Program, Slice, costliest, devices_of
 from tools.xla_text import shapes_of
@@ -141,12 +144,16 @@ def test_many_rows_are_bound_by_the_matrix_unit():
             "bf16[32,2,32] convolution(%c, %d), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f",
             2 * 32**3,
         ),
+        # Four groups of eight rows, each with eight outputs of its own; then of eight inputs.
+        ("bf16[8,32] convolution(%f, %f), dim_labels=bf_io->bf, batch_group_count=4", 8 * 32 * 32),
+        ("bf16[32,32] convolution(%f, %g), dim_labels=bf_io->bf, feature_group_count=4", 32 * 32 * 8),
         (
             "f32[96,32,32] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}",
             96 * 32**3,
         ),
-        # Full precision is six products of bfloat16.
+        # Full precision is six products of bfloat16, the next is three.
         ("f32[32,32] dot(%e, %e), lhs_contracting_dims={1}, operand_precision={highest,highest}", 6 * 32**3),
+        ("f32[32,32] dot(%e, %e), lhs_contracting_dims={1}, operand_precision={default,high}", 3 * 32**3),
     ],
 )
 def test_products_have_their_operations_only(line, operations):
@@ -156,6 +163,8 @@ def test_products_have_their_operations_only(line, operations):
         "%c = bf16[32,32,1] parameter(2)",
         "%d = bf16[2,32,32] parameter(3)",
         "%e = f32[32,32] parameter(4)",
+        "%f = bf16[32,32] parameter(5)",
+        "%g = bf16[8,32] parameter(6)",
         f"ROOT %y = {line}",
     )
     assert found.figures()["operations"] == 2 * operations
@@ -167,6 +176,28 @@ def test_eight_bits_are_as_fast_as_the_chip_has_them():
         "ROOT %y = s32[4096,4096] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
     )
     assert found.figures()["predicted_s"] == pytest.approx(2 * 4096**3 / 1836e12)
+
+
+@pytest.mark.parametrize("right", ["f8e4m3fn", "bf16"])
+def test_the_floor_has_the_rate_that_a_product_of_activations_is_predicted_with(right, monkeypatch):
+    """On a v7, which is twice as fast only where both factors are FP8: activations are not."""
+    report, seven = load_script("compile/report.py"), Slice.of("tpu7x:1x1x1")
+
+    def product(left: str) -> float:
+        found = entry(
+            f"%a = {left}[4096,4096] parameter(0)",
+            f"%b = {right}[4096,4096] parameter(1)",
+            "ROOT %y = f32[4096,4096] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            slice_=seven,
+        )
+        return found.figures()["predicted_s"]
+
+    work, slot = [(4096**2, 2 * 4096**3)], SimpleNamespace(state=0, read=lambda context, drafts: 0)
+    monkeypatch.setattr(report, "weigh", lambda module, layout: SimpleNamespace(work=lambda tokens: work))
+    monkeypatch.setattr(report, "measure_slot", lambda *args: slot)
+    floor = report.floor(SimpleNamespace(pair=("target", None)), ONE_DEVICE, seven, 4096, 0, 1)
+    assert floor["seconds"] == pytest.approx(product("bf16")) == 2 * 4096**3 / 1153.5e12
+    assert product("f8e4m3fn") == pytest.approx(floor["seconds"] / (2 if right == "f8e4m3fn" else 1))
 
 
 LOOP = """
@@ -236,6 +267,25 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
 """
     # Nine times from 3 to 9 in steps of 2.
     assert moved(program(inner + outer)) == (9 * 3 * 4096, 9 * 3 * 4096)
+    # From 3 to the outer loop's counter, and from that counter to 9, in each trip another number.
+    for state in ("tuple(%g, %c, %b)", "tuple(%b, %c, %d)"):
+        found = program(inner + outer.replace("tuple(%g, %c, %d)", state))
+        assert moved(found) == (9 * 4096, 9 * 4096)
+        assert "inside ×1 depends on data: counted once" in found.figures()["loops"]
+
+
+@pytest.mark.parametrize(
+    ("known", "changed"),
+    [
+        ("tuple(%more, %w, %n)", "tuple(%more, %w, %more)"),
+        ("add(%i, %one)", "add(%i, %n)"),
+        ("add(%i, %one)", "multiply(%i, %one)"),
+        ("add(%i, %one)", "add(%n, %one)"),
+    ],
+)
+def test_trips_are_not_known_where_a_loop_changes_its_bound_or_adds_no_constant(known, changed):
+    found = program(LOOP.replace(known, changed))
+    assert list(found.figures()["loops"]) == ["loop ×1 depends on data: counted once"]
 
 
 def test_a_loop_that_depends_on_data_is_that_of_the_rounds():
@@ -490,6 +540,22 @@ def test_collectives_take_hops_and_bytes():
     assert sums["predicted_s"] == sums["collective_s"]
 
 
+@pytest.mark.parametrize(
+    ("line", "read", "written"),
+    [
+        ("(bf16[16,2048], bf16[128,2048]) all-gather-start(%x), dimensions={0}", 1, 8),
+        ("((bf16[16,2048], f32[8,1024]), (bf16[128,2048], f32[64,1024])) all-gather-start(%x, %y)", 1.5, 12),
+        ("(bf16[16,2048], bf16[16,2048], u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)", 1, 1),
+        ("bf16[16,2048] all-reduce-start(%x), to_apply=%add", 1, 1),
+        ("(bf16[16,2048], f32[8,1024]) all-reduce-start(%x, %y), to_apply=%add", 1.5, 1.5),
+    ],
+)
+def test_a_collective_writes_its_results_only(line, read, written):
+    """Some return their operands too."""
+    found = entry("%x = bf16[16,2048] parameter(0)", "%y = f32[8,1024] parameter(1)", f"%s = {line}", slice_=EIGHT)
+    assert moved(found) == (read * 65536, written * 65536)
+
+
 def test_what_runs_between_start_and_end_hides_a_collective():
     copy = "%c = bf16[2048,4096]{1,0:T(8,128)(2,1)} copy(%w)"
     seconds = 2 * 2048 * 4096 * 2 / BANDWIDTH
@@ -499,6 +565,79 @@ def test_what_runs_between_start_and_end_hides_a_collective():
     long = collective("all-reduce", copy, size="bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}").figures()
     assert long["hidden_s"] == pytest.approx(seconds)
     assert long["predicted_s"] == pytest.approx(long["collective_s"])
+
+
+def test_work_hides_one_collective_at_a_time():
+    """Two are under way while an array is copied, and a third is, which has no start and end of its own."""
+    size = "bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}"
+    work = ["%c = bf16[2048,4096]{1,0:T(8,128)(2,1)} copy(%w)", f"%sum = {size} all-reduce(%x), {GROUPS}"]
+    seconds, one = 2 * 2048 * 4096 * 2 / BANDWIDTH, EIGHT.collective("all-reduce", 8, 4096 * 2048 * 2)
+
+    def hidden(repeats: int) -> float:
+        copies = [line.replace("%c ", f"%c{i} ") for i in range(repeats) for line in work[:1]]
+        second = [f"%start.2 = {size} all-reduce-start(%x), channel_id=2, {GROUPS}"]
+        done = [f"%done.2 = {size} all-reduce-done(%start.2)"]
+        return collective("all-reduce", *second, *copies, work[1], *done, size=size).figures()["hidden_s"]
+
+    assert seconds < one
+    assert hidden(1) == pytest.approx(seconds)
+    assert hidden(100) == pytest.approx(2 * one)
+
+
+def test_a_collective_that_starts_without_operands_is_under_way_from_its_update_on():
+    """As a SparseCore's does."""
+    size = "bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}"
+    copy = "%c{} = bf16[2048,4096]{{1,0:T(8,128)(2,1)}} copy(%w)"
+    lines = (
+        f"%x = {size} parameter(0)",
+        "%w = bf16[2048,4096]{1,0:T(8,128)(2,1)} parameter(1)",
+        "%start = ((), (), s32[]{:S(2)}) call-start(), to_apply=%called",
+        copy.format(1),
+        f"%update = (({size}), {size}) call-update(%start, %x)",
+        copy.format(2),
+        f"%done = {size} call-done(%update)",
+        copy.format(3),
+    )
+    called = f"""
+%called (s: bf16[4096,2048]) -> bf16[4096,2048] {{
+  %s = {size} parameter(0)
+  ROOT %all = {size} all-reduce(%s), {GROUPS}
+}}
+
+ENTRY %main (x: bf16[4096,2048], w: bf16[2048,4096]) -> bf16[4096,2048] {{
+"""
+    found = program(called + "\n".join(f"  {line}" for line in lines) + "\n}\n", EIGHT)
+    assert found.figures()["hidden_s"] == pytest.approx(2 * 2048 * 4096 * 2 / BANDWIDTH)
+    # An end that is not here hides nothing.
+    endless = called + "\n".join(f"  {line}" for line in lines if "done" not in line) + "\n}\n"
+    assert program(endless, EIGHT).figures()["hidden_s"] == 0
+
+
+def test_work_that_hides_a_collective_of_a_call_hides_none_around_it():
+    size = "bf16[4096,2048]{1,0:T(8,128)(2,1)S(1)}"
+    copy = "  %c = bf16[2048,4096]{1,0:T(8,128)(2,1)} copy(%w)\n"
+    inside = f"""  %in = {size} all-reduce-start(%s), {GROUPS}
+{copy}  %out = {size} all-reduce-done(%in)
+"""
+    found = program(
+        f"""
+%called (s: bf16[4096,2048], w: bf16[2048,4096]) -> bf16[4096,2048] {{
+  %s = {size} parameter(0)
+  %w = bf16[2048,4096]{{1,0:T(8,128)(2,1)}} parameter(1)
+{inside}  ROOT %r = {size} bitcast(%out)
+}}
+
+ENTRY %main (x: bf16[4096,2048], w: bf16[2048,4096]) -> bf16[4096,2048] {{
+  %x = {size} parameter(0)
+  %v = bf16[2048,4096]{{1,0:T(8,128)(2,1)}} parameter(1)
+  %start = {size} all-reduce-start(%x), {GROUPS}
+  %y = {size} call(%x, %v), to_apply=%called
+  ROOT %done = {size} all-reduce-done(%start)
+}}
+""",
+        EIGHT,
+    )
+    assert found.figures()["hidden_s"] == pytest.approx(2 * 2048 * 4096 * 2 / BANDWIDTH)
 
 
 def test_a_collective_inside_of_a_fusion_counts():
@@ -563,6 +702,22 @@ def test_a_kernel_fetches_a_block_again_only_where_another_was_between():
     whole = MATMUL.replace("2, 4, 2>", "2, 4, 1>").replace("1024x", "2048x").replace("x1024", "x2048")
     whole = whole.replace("256, 1024>", "256, 2048>").replace("1024, 512>", "2048, 512>")
     assert kernel(whole.encode(), ((512, 2048), (2048, 2048)), ((512, 2048),))[0] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("precision", "passes"), [("fp32", 6), ("bf16", 1)])
+def test_a_kernels_products_at_full_precision_are_six(precision, passes):
+    text = MATMUL.replace(
+        "dimension_numbers =", f"precision = #tpu.contract_precision<{precision}>, dimension_numbers ="
+    )
+    _, _, products = kernel(text.encode(), ((512, 2048), (2048, 2048)), ((512, 2048),))
+    assert products == {"bf16": passes * 16 * 2 * 256 * 1024 * 512}
+
+
+def test_the_last_block_of_an_axis_is_what_is_left_of_it():
+    """Of 400 rows in blocks of 256 the second has 144; of 1,900 columns in blocks of 1,024, it has 876."""
+    inputs, results, _ = kernel(MATMUL.encode(), ((400, 1900), (1900, 2048)), ((400, 2048),))
+    assert inputs == pytest.approx([4, 2])
+    assert results == pytest.approx([1])
 
 
 GROUPED = (KERNELS / "grouped.mlir").read_text()
