@@ -11,6 +11,7 @@ import pytest
 
 from dflash_jax.errors import InputError
 from dflash_jax.parallel import distributed
+from tests.helpers import said_by_two
 
 OF_A_SET = {"LWS_LEADER_ADDRESS": "dflash-0.dflash.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}
 
@@ -77,11 +78,10 @@ def test_the_only_process_of_a_host_has_all_of_its_devices(calls, monkeypatch, e
 
 
 RAISES_ITS_FLAG_AT = """if 1:
-    import sys
     from dflash_jax.parallel import distributed
     distributed.start()
     for step in range(6):
-        is_raised = distributed.anywhere(lambda: sys.argv[1] == "1" and step == 3)
+        is_raised = distributed.anywhere(lambda: not distributed.is_first() and step == 3)
         if is_raised():
             break
     print("stopped at", step, flush=True)
@@ -89,25 +89,7 @@ RAISES_ITS_FLAG_AT = """if 1:
 
 
 def test_a_flag_of_any_process_is_seen_by_all_at_the_same_step():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RAISES_ITS_FLAG_AT, str(i)],
-            env={**environment, "JAX_PROCESS_ID": str(i)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    said = [process.communicate()[0] for process in processes]
+    said = said_by_two(RAISES_ITS_FLAG_AT)
     assert ["stopped at 3" in text for text in said] == [True, True], said
 
 
