@@ -72,9 +72,8 @@ def build() -> dict[str, str]:
 
 def _flags(text: str) -> str:
     """Of a compiler's flags those that decide about programs, the last of each name."""
-    flags = dict(flag.partition("=")[::2] for flag in text.split())
-    kept = {name: value for name, value in flags.items() if not OF_FILES.fullmatch(name)}
-    return " ".join(f"{name}={value}" if value else name for name, value in sorted(kept.items()))
+    flags = {flag.partition("=")[0]: flag for flag in text.split()}
+    return " ".join(flag for name, flag in sorted(flags.items()) if not OF_FILES.fullmatch(name))
 
 
 def start() -> None:

@@ -174,7 +174,7 @@ def test_the_process_ends_with_a_line_whatever_it_cannot_learn(monkeypatch):
     monkeypatch.setattr(distributed, "end_process", said.put)
     monkeypatch.setattr(distributed, "START_S", 0)
     with distributed._watched():
-        line = said.get()
+        line = said.get(timeout=600)
     assert "not all processes are there after 0 s: ValueError: invalid literal" in line
     assert line.endswith("; the same command has to run on every host")
 
