@@ -164,6 +164,15 @@ def test_kubernetes_accepts_the_manifests(name):
             kubernetes_validate.validate(value, "1.37", strict=True)
 
 
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_volume_keeps_the_permissions_of_its_files_at_the_next_start(name):
+    """Else Kubernetes makes them writable for the group, and a compile cache that is so is refused."""
+    for value in OBJECTS[name]:
+        pods = pods_of(value) or ([value["spec"]["template"]] if value["kind"] == "Deployment" else [])
+        contexts = [pod["spec"].get("securityContext", {}) for pod in pods]
+        assert all(c["fsGroupChangePolicy"] == "OnRootMismatch" for c in contexts if "fsGroup" in c)
+
+
 def pods_of(value) -> list:
     """The templates of the pods of a custom resource."""
     if value["kind"] == "LeaderWorkerSet":

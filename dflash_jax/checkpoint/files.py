@@ -119,7 +119,11 @@ class Tensors(Mapping[str, tuple[int, ...]]):
 
     def section(self, name: str, shape: Sequence[int], rows: slice, columns: slice) -> np.ndarray:
         """A part of a tensor that has ``shape``, its axes before the last taken as one: some rows, some columns."""
-        return self.read(name).reshape(-1, shape[-1])[rows, columns]
+        return np.require(self._view(name).reshape(-1, shape[-1])[rows, columns], requirements="A")
+
+    def _view(self, name: str) -> np.ndarray:
+        """As `read`; the array need not be aligned."""
+        return self.read(name)
 
     def release(self) -> None:
         """Frees what reading occupied."""
@@ -247,17 +251,19 @@ class TensorFiles(Tensors):
                 data.base.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file.
+        """A view of the mapped file where it is aligned there, else a copy.
 
         Raises:
             InputError: The dtype is not in `DTYPES`.
         """
+        return np.require(self._view(name), requirements="A")
+
+    def _view(self, name: str) -> np.ndarray:
         place = self._places[name]
         if place.dtype not in DTYPES:
             path = place.data.filename
             raise InputError(f"{path}: tensor {name!r} has dtype {place.dtype}: known are {', '.join(DTYPES)}")
-        array = np.asarray(place.data[place.start : place.end]).view(DTYPES[place.dtype]).reshape(place.shape)
-        return np.require(array, requirements="A")
+        return np.asarray(place.data[place.start : place.end]).view(DTYPES[place.dtype]).reshape(place.shape)
 
 
 def tensor_names(directory: Path) -> Collection[str]:

@@ -11,7 +11,7 @@ import hashlib
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -174,7 +174,10 @@ def read_arrays(path: Path, names: list[str], shardings: dict | None = None) -> 
         kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
     else:
         kinds = {name: ocp.ArrayRestoreArgs(sharding=shardings[name]) for name in names}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    # Waits for no other process, which may read other items.
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(own, {own}, f"process {own}")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
         try:
             return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=kinds))
         except (ValueError, OSError, KeyError) as e:
@@ -273,8 +276,8 @@ class ExtraTensors(ConvertedTensors):
         items |= {n: ("parameters", path) for n, path in (parameters or {}).items()}
         self._tensors = {n: t for n, t in self._tensors.items() if " ".join(items[n]) in records}
         self._paths = {n: (directory / items[n][0] / items[n][1]).absolute() for n in self._tensors}
-        # Parts of one or two tensors are read by turns.
-        self._read = lru_cache(maxsize=2)(lambda name: read_arrays(self._paths[name], ["array"])["array"])
+        # Each device's part may be of every tensor of a parameter.
+        self._read = cache(lambda name: read_arrays(self._paths[name], ["array"])["array"])
 
     def read(self, name: str) -> np.ndarray:
         """See `Tensors`."""

@@ -97,9 +97,14 @@ class Part:
 
     def section(self, files: Tensors, rows: slice, columns: slice) -> np.ndarray:
         """A part of the array as it is here, its axes before the last taken as one: some rows, some columns."""
-        layout, (*lead, _, width) = self.layout, self.shape
+        layout, (*lead, height, width) = self.layout, self.shape
         if lead and not layout.has_rows:
-            return layout.read(files.read(self.name), self.shape).reshape(-1, width)[rows, columns]
+            # Whole matrices.
+            begin, end = rows.start // height, -(-rows.stop // height)
+            disk = layout.disk_shape(self.shape)
+            array = files.section(self.name, disk, slice(begin * disk[-2], end * disk[-2]), slice(0, disk[-1]))
+            array = layout.read(array.reshape(-1, *disk[-2:]), (end - begin, height, width)).reshape(-1, width)
+            return array[rows.start - begin * height : rows.stop - begin * height, columns]
         first = [s.start - s.start % step for s, step in zip((rows, columns), layout.steps, strict=True)]
         ends = layout.disk_shape(first), layout.disk_shape((rows.stop, columns.stop))
         places = [slice(*both) for both in zip(*ends, strict=True)]
@@ -440,7 +445,7 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, Dis
     if not are_packed(parts, files):
 
         def multiplied_out(i: int, rows: slice, columns: slice) -> np.ndarray:
-            return _multiplied_out(parts[i], files, rows)[:, columns]
+            return _multiplied_out(parts[i], files, rows, columns)
 
         return {"array": joined(entry, [np.dtype(np.float32)] * len(parts), multiplied_out)}
 
@@ -462,18 +467,26 @@ def read(entry: Entry, parts: Sequence[Stored], files: Tensors) -> dict[str, Dis
     return arrays
 
 
-def _multiplied_out(part: Stored, files: Tensors, rows: slice) -> np.ndarray:
-    """Some rows of the numbers of a tensor, float32."""
+def _multiplied_out(part: Stored, files: Tensors, rows: slice, columns: slice) -> np.ndarray:
+    """Some rows and columns of the numbers of a tensor, float32."""
     inputs, on_disk, code = part.tensor.shape[-1], part.tensor.rows_on_disk(rows), CODES_OF.get(part.kind)
-    values = part.values.section(files, on_disk, slice(0, inputs // (2 if code else 1)))
+    each = 2 if code else 1
+    begin, end = columns.start // each, -(-columns.stop // each)
+    values = part.values.section(files, on_disk, slice(begin, end))
     if not part.kind:
         return values.astype(np.float32)
     arrays = {code or "values": values}
     for role, scales in part.scales.items():
         run = 1 if part.order(files) is not None else _run(inputs, [scales.block])
-        arrays[role] = _scales(part, role, run, files, rows, slice(0, inputs // run))
+        if run == inputs:
+            arrays[role] = _scales(part, role, run, files, rows, slice(0, 1))
+            continue
+        # Parts of runs, of which these inputs are whole ones.
+        run = math.gcd(run, begin * each, end * each)
+        arrays[role] = _scales(part, role, run, files, rows, slice(begin * each // run, end * each // run))
     arrays = {name: np.asarray(array) for name, array in without_divisor(arrays, is_exact=True).items()}
-    return np.asarray(QuantizedWeight.of(arrays).dense(np.float32))
+    dense = np.asarray(QuantizedWeight.of(arrays).dense(np.float32))
+    return dense[:, columns.start - begin * each : columns.stop - begin * each]
 
 
 def _scales(stored: Stored, role: str, run: int, files: Tensors, rows: slice, columns: slice) -> np.ndarray:

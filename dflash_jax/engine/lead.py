@@ -7,7 +7,6 @@ what a round with masks has verified) go by the number of the call that made the
 """
 
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from inspect import signature
 from typing import Any
 
 import jax
-from jaxlib import version as jaxlib_version
 
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
@@ -98,11 +96,8 @@ def _kernels(backend: Backend) -> tuple:
 
 
 def fingerprint(programs: Sequence[Executables]) -> str:
-    """What must be the same in all processes, beside what calls have: versions, calls, models, kernels and weights."""
-    # The package itself imports the frontend, which this layer may not.
-    ours = sys.modules[__name__.partition(".")[0]].__version__
-    versions = ours, jax.__version__, jaxlib_version.__version__
-    digest = blake2b(repr((versions, CODEC.layout, sorted(METHODS))).encode(), digest_size=16)
+    """What must be the same in all processes, beside `Group.agree` and calls: their kinds, models, kernels, weights."""
+    digest = blake2b(repr((CODEC.layout, sorted(METHODS))).encode(), digest_size=16)
     for each in programs:
         target, drafter = each.pair
         drafters = drafter.drafters if isinstance(drafter, Drafters) else (drafter,)
@@ -328,7 +323,7 @@ class Follower:
             del self._kept[each]
         if method == BEGIN:
             if args != (fingerprint(self._programs),):
-                raise EngineError("its model or its versions are not the leader's: give all processes the same command")
+                raise EngineError("its model, kernels or weights are not the leader's: give all the same command")
         elif method == NEW:
             which, *rest = args
             self._kept[number] = ModelRunner(self._programs[which], *rest)

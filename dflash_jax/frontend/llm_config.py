@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from inspect import cleandoc
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.argument_checks import ArgumentError, check_fields, has_type, shown, wrong
+from dflash_jax.checkpoint.load import DRAFT_TOKENS
 from dflash_jax.engine.memory import device_memory, has_pinned_memory
 from dflash_jax.models.drafting import Drafting, check_complete
 from dflash_jax.options.option import faults, options_of
@@ -24,7 +26,7 @@ MAX_PATH = 4096
 SHARED = (
     "revision", "draft_revision", "hf_overrides", "dtype", "quantize", "kv_cache_dtype", "activations", "mesh",
     "decode_context_parallel_size", "kernels", "max_block_size", "draft_window_size", "draft_sink_size",
-    "language_model_only",
+    "language_model_only", "reproducible",
 )  # fmt: skip
 # A drafter's directory or repo, "mtp", "auto", or an object.
 Draft = str | Path | Drafting
@@ -90,9 +92,16 @@ class LLMConfig(LLMOptions):
         return (self.draft,) if isinstance(self.draft, Draft) else tuple(self.draft)
 
     def shared(self) -> dict[str, str]:
-        """The values of `SHARED`, as text."""
+        """The values of `SHARED`, as text, and the drafters and lists of tokens without their paths."""
         drafts = [each if each in ("auto", "mtp") else "named" for each in self.drafts]
-        return {name: str(getattr(self, name)) for name in SHARED} | {"draft": str(drafts)}
+        tokens = self.draft_tokens
+        if tokens == "auto":
+            places = [Path(each).expanduser() for each in self.drafts if isinstance(each, str | Path)]
+            lists = [path for place in places if (path := place / DRAFT_TOKENS).exists()]
+        else:
+            lists = [] if tokens in (None, "none") else [Path(tokens).expanduser()]
+        digests = ", ".join(_digest(path) for path in lists) or str(tokens)
+        return {name: str(getattr(self, name)) for name in SHARED} | {"draft": str(drafts), "draft_tokens": digests}
 
     @property
     def layout(self) -> Layout:
@@ -155,6 +164,14 @@ class LLMConfig(LLMOptions):
 
 _texts = (f"\n    {name}: {each.help}" for name, each in options_of(LLMOptions).items())
 LLMConfig.__doc__ = f"{cleandoc(LLMConfig.__doc__ or '')}\n\nAttributes:{''.join(_texts)}"
+
+
+def _digest(path: Path) -> str:
+    """A short digest of a file, in words; one that cannot be read is refused later, by name."""
+    try:
+        return f"a file of digest {blake2b(path.read_bytes(), digest_size=8).hexdigest()}"
+    except OSError:
+        return "unreadable"
 
 
 def _are_counts(counts: dict) -> bool:

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,8 +22,12 @@ MOST_BYTES = 4096
 PORT = 8482
 # Seconds in which all processes must be there. JAX alone would abort without a name.
 START_S = 300.0
+# Seconds for the addresses of hosts that have not come: a line that says who is missing is due.
+LOOK_UP_S = 10.0
 # Flags of compilers: programs of processes with others may wait for one another for ever.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Of these, what only writes files, or says where files are.
+OF_FILES = re.compile(r"--xla_(\w+_)?dump_.*|.*_(dir|file|path)")
 
 
 def slice_hosts() -> list[str]:
@@ -31,27 +36,44 @@ def slice_hosts() -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def check_whole() -> None:
-    """Raises InputError in a process by itself on one host of a TPU slice, whose driver waits for the others."""
+def check_whole(platforms: str | None = None) -> None:
+    """Raises InputError in a process by itself on one host of a TPU slice, whose driver waits for the others.
+
+    Args:
+        platforms: Those of the process, as JAX has them; None: of this one.
+    """
+    if len(hosts := slice_hosts()) < 2:
+        return
     import jax
 
-    hosts, platforms = slice_hosts(), jax.config.values["jax_platforms"]
-    if len(hosts) > 1 and platforms != "cpu" and not jax.distributed.is_initialized():
+    platforms = platforms or jax.config.values["jax_platforms"]
+    if platforms != "cpu" and not jax.distributed.is_initialized():
+        # It comes first where it is set.
+        also = ", and unset TPU_PROCESS_ADDRESSES" * bool(os.environ.get("TPU_PROCESS_ADDRESSES"))
         raise InputError(
-            f"this is host {os.environ.get('TPU_WORKER_ID', '?')} of the {len(hosts)} of a TPU slice: start the same "
-            f"command with --distributed on each; for the devices of this host alone set "
-            f"TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0"
+            f"this is host {os.environ.get('TPU_WORKER_ID', '?')} of the {len(hosts)} of a TPU slice: start a command "
+            f"that has --distributed, or a program that calls parallel.distributed.start(), on each; for the devices "
+            f"of this host alone set TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0{also} (no slice has tried it)"
         )
 
 
 def build() -> dict[str, str]:
     """What decides, beside the arguments, which programs this process compiles."""
     # The package itself imports the frontend, which this layer may not.
+    import jax
+
     found = {"dflash_jax": sys.modules[__name__.partition(".")[0]].__version__}
-    for name in ("jax", "jaxlib", "libtpu"):
+    is_tpu = jax.default_backend() == "tpu"
+    for name in ("jax", "jaxlib", *["libtpu"] * is_tpu):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
-    return found | {name: os.environ[name] for name in FLAGS if os.environ.get(name)}
+    return found | {name: flags for name in FLAGS[: 1 + is_tpu] if (flags := _flags(os.environ.get(name, "")))}
+
+
+def _flags(text: str) -> str:
+    """Of a compiler's flags those that decide about programs, the last of each name."""
+    flags = {flag.partition("=")[0]: flag for flag in text.split()}
+    return " ".join(flag for name, flag in sorted(flags.items()) if not OF_FILES.fullmatch(name))
 
 
 def start() -> None:
@@ -62,7 +84,7 @@ def start() -> None:
     The only process of a host has all of its devices, unless JAX_LOCAL_DEVICE_IDS names some.
 
     Raises:
-        InputError: No cluster is recognised.
+        InputError: No cluster is recognised, or the coordinator's address is none.
     """
     import jax
 
@@ -74,6 +96,9 @@ def start() -> None:
         os.environ.setdefault("JAX_COORDINATOR_ADDRESS", f"{os.environ['LWS_LEADER_ADDRESS']}:{PORT}")
         for name, given in (("JAX_NUM_PROCESSES", "LWS_GROUP_SIZE"), ("JAX_PROCESS_ID", "LWS_WORKER_INDEX")):
             os.environ.setdefault(name, os.environ.get(given, ""))
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if coordinator and not re.fullmatch(r".+:\d{1,5}", coordinator):
+        raise InputError(f"--distributed: JAX_COORDINATOR_ADDRESS is {coordinator!r}: it must be host:port")
     try:
         num_processes, process_id = _count("JAX_NUM_PROCESSES"), _count("JAX_PROCESS_ID")
         # Without a list, JAX gives each process of Slurm and Open MPI one device. An empty list restricts nothing.
@@ -102,7 +127,14 @@ def _watched() -> Iterator[None]:
 
     def watch() -> None:
         if not is_over.wait(START_S):
-            end_process(f"--distributed: not all processes are there after {START_S:g} s: {_who_is_missing()}")
+            try:
+                missing = _who_is_missing()
+            except Exception as e:
+                missing = f"{type(e).__name__}: {' '.join(str(e).split())}"
+            end_process(
+                f"--distributed: not all processes are there after {START_S:g} s: {missing}; "
+                f"the same command has to run on every host"
+            )
 
     threading.Thread(target=watch, name="start", daemon=True).start()
     try:
@@ -113,32 +145,44 @@ def _watched() -> Iterator[None]:
 
 def _who_is_missing() -> str:
     """What this process knows of the others, in words: by the environment, and by connections."""
-    same, hosts = "the same command has to run on every host", slice_hosts()
-    port = os.environ.get("JAX_COORDINATOR_PORT", PORT)
+    hosts, port = slice_hosts(), os.environ.get("JAX_COORDINATOR_PORT", PORT)
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", f"{hosts[0].partition(':')[0]}:{port}" if hosts else "")
     index = os.environ.get("JAX_PROCESS_ID", os.environ.get("TPU_WORKER_ID", ""))
     if not coordinator or not index:
-        return same
+        return "the others are not named here"
     host, _, port = coordinator.rpartition(":")
     if index != "0":
         try:
             socket.create_connection((host.strip("[]"), int(port)), 5).close()
         except OSError as e:
-            return f"process {index} finds no first process at {coordinator} ({e.strerror or e}); {same}"
-        return f"process {index} waits at {coordinator} for others; {same}"
+            return f"process {index} finds no first process at {coordinator} ({e.strerror or e})"
+        return f"process {index} waits at {coordinator} for others"
     there = _connected(int(port))
-    those = f"connections to {coordinator} are from {', '.join(sorted(there)) or 'nowhere'}"
-    absent = [f"process {i} ({name})" for i, name in enumerate(hosts) if i and not there & _addresses(name)]
+    those = f"other hosts with connections to {coordinator}: {', '.join(sorted(there)) or 'none'}"
+    addresses = _addresses(hosts[1:])
+    named = {f"process {i} ({name})": addresses[name] for i, name in enumerate(hosts) if i}
+    absent = [name for name, own in named.items() if own is not None and not there & own]
+    late = [name for name, own in named.items() if own is None]
     missing = f"missing are {', '.join(absent)}; " if absent else ""
-    return f"{missing}{those}; {same}"
+    missing += f"no address in {LOOK_UP_S:g} s of {', '.join(late)}; " if late else ""
+    return f"{missing}{those}"
 
 
-def _addresses(host: str) -> set[str]:
-    """The addresses of a host."""
-    try:
-        return {str(entry[4][0]) for entry in socket.getaddrinfo(host.partition(":")[0], None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return set()
+def _addresses(hosts: list[str]) -> dict[str, set[str] | None]:
+    """The addresses of hosts; None where looking them up takes longer than `LOOK_UP_S`."""
+
+    def look_up(host: str) -> set[str]:
+        try:
+            found = socket.getaddrinfo(host.partition(":")[0], None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return set()
+        return {str(entry[4][0]) for entry in found}
+
+    pool = ThreadPoolExecutor(64)
+    futures = {host: pool.submit(look_up, host) for host in hosts}
+    done, _ = wait(futures.values(), LOOK_UP_S)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return {host: future.result() if future in done else None for host, future in futures.items()}
 
 
 def _connected(port: int) -> set[str]:
@@ -148,10 +192,11 @@ def _connected(port: int) -> set[str]:
         with suppress(OSError):
             for line in Path(path).read_text().splitlines()[1:]:
                 _, local, remote, state, *_ = line.split()
-                if state == "01" and int(local.rpartition(":")[2], 16) == port:
+                (own, _, own_port), (other, *_) = local.partition(":"), remote.partition(":")
+                # From this host to itself, both ends have one address.
+                if state == "01" and int(own_port, 16) == port and other != own:
                     # Words of the machine's byte order.
-                    words = re.findall("." * 8, remote.rpartition(":")[0])
-                    data = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+                    data = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in re.findall("." * 8, other))
                     found.add(socket.inet_ntop(family, data).removeprefix("::ffff:"))
     return found
 

@@ -199,7 +199,9 @@ class Group:
         if self.leads:
             self.send(json.dumps(dict(about)).encode())
             return
-        theirs = json.loads(self.next() or b"{}")
+        call = self.next()
+        assert call is not None, "the leader's turn is over before it began"
+        theirs = json.loads(call)
         differing = [
             f"its {name} is {about.get(name, 'not set')}, the leader's is {theirs.get(name, 'not set')}"
             for name in {**theirs, **about}

@@ -18,11 +18,12 @@ at most 8 files in all.
 
 On TPUs every implementation of an operation that a TPU takes is compared with its definition on the host's processor:
 what is chosen first, then Pallas' kernels, which no TPU has run. Then come tokens, on one device and on all of the
-host, and the ruler. One process has the TPUs at a time. On a host of a larger slice set TPU_WORKER_HOSTNAMES=localhost.
+host, and the ruler. One process has the TPUs at a time. On a host of a larger slice, where GKE's variables tell it, the
+check needs TPU_WORKER_HOSTNAMES=localhost and TPU_WORKER_ID=0 (no slice has tried them): else the driver would wait.
 
 Exit code: 0 where all that can run here is exact, 1 where something is not or nothing of a stage is, 3 where time ran
-out before or a case timed out (--resume goes on), 2 for a wrong option. A command ends within its minutes; a CPU has
-2.4 times as many.
+out before or a case timed out (--resume goes on), 2 for a wrong option or one host of a slice. A command ends within
+its minutes; a CPU has 2.4 times as many.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from dflash_jax.parallel.distributed import check_whole
 from tools.card import report as card_report
 from tools.card import stages as card_stages
 from tools.card.wheels import install
@@ -405,6 +407,8 @@ def main(argv: list[str] | None = None) -> int:
         # One process has them.
         args.workers = 1
     try:
+        if args.platform == "tpu":
+            check_whole("tpu")
         return run(args)
     except (OSError, ValueError) as e:
         print(f"error: {e}", file=sys.stderr)

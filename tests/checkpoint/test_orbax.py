@@ -24,6 +24,7 @@ from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from dflash_jax.sampling_params import SamplingParams
+from tests.helpers import said_by_two
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 16
@@ -90,6 +91,42 @@ def test_the_way_back_is_bit_exact(source, converted, tmp_path):
         np.testing.assert_array_equal(before.read(name).view(np.uint8), after.read(name).view(np.uint8), err_msg=name)
     for name in ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"):
         assert (tmp_path / "hf" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_tensors_that_devices_read_by_turns_are_read_once(converted, monkeypatch):
+    seen, files = [], orbax.ExtraTensors(converted)
+    first = files._tensors
+    # Three names of one tensor: a parameter of as many tensors.
+    files._tensors = dict.fromkeys("abc", first["mtp.fc.weight"])
+    files._paths = dict.fromkeys("abc", files._paths["mtp.fc.weight"])
+    read = orbax.read_arrays
+    monkeypatch.setattr(orbax, "read_arrays", lambda path, *args: seen.append(path) or read(path, *args))
+    for part in range(4):
+        for name in "abc":
+            files.section(name, (4, 8), slice(part, part + 1), slice(0, 8))
+    assert len(seen) == 3
+    files.release()
+    files.read("a")
+    assert len(seen) == 4
+
+
+READS_ONE_MORE = """if 1:
+    import sys
+    from pathlib import Path
+    from dflash_jax.checkpoint import orbax
+    from dflash_jax.parallel import distributed
+    distributed.start()
+    path, count = Path(sys.argv[1]), 1 + distributed.is_first()
+    for _ in range(count):
+        orbax.ExtraTensors(path).read("mtp.fc.weight")
+    print("read", count, flush=True)
+"""
+
+
+def test_processes_may_read_different_numbers_of_tensors(converted):
+    first, other = said_by_two(READS_ONE_MORE, str(converted))
+    assert "read 2" in first
+    assert "read 1" in other
 
 
 def test_drafter_through_orbax_is_the_same(tmp_path):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 
 import jax
 import ml_dtypes
@@ -270,6 +271,52 @@ def test_every_family_is_read(family, form, tmp_path):
         check_equal(form, weight, expected[path], path)
     assert all(w.code for w in jax.tree.leaves(target, is_leaf=is_weight) if isinstance(w, QuantizedWeight))
     assert sum(isinstance(w, QuantizedWeight) for w in jax.tree.leaves(target, is_leaf=is_weight)) > 5
+
+
+class Counted(Few):
+    """Tensors in memory, and the bytes that were read of each."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.read_bytes = Counter()
+
+    def section(self, name, *args):
+        array = super().section(name, *args)
+        self.read_bytes[name] += array.nbytes
+        return array
+
+
+@pytest.mark.parametrize("form", few_bits.FORMS)
+def test_columns_that_are_multiplied_out_are_those_of_the_whole(form):
+    weight, rng = np.random.default_rng(0).standard_normal((16, 128)).astype(np.float32), np.random.default_rng(1)
+    tensors, _ = few_bits.stored(form, f"{Q}.weight", weight, rng)
+    files, found = Counted(tensors), quantization.read({"quantization_config": few_bits.config(form)}, TINY)
+    (part,) = quantized.stored_of(same("q", weight.shape, f"{Q}.weight"), files, found)
+    rows, values = slice(3, 11), part.values.name
+    whole = quantized._multiplied_out(part, files, rows, slice(0, 128))
+    of_whole = files.read_bytes.pop(values)
+    for begin, end in ((0, 32), (32, 128)):
+        numbers = quantized._multiplied_out(part, files, rows, slice(begin, end))
+        np.testing.assert_array_equal(numbers, whole[:, begin:end])
+    assert files.read_bytes[values] == of_whole
+    for begin, end in ((16, 48), (3, 7), (127, 128)):
+        numbers = quantized._multiplied_out(part, files, rows, slice(begin, end))
+        np.testing.assert_array_equal(numbers, whole[:, begin:end])
+
+
+@pytest.mark.parametrize("form", ["int4 asymmetric", "int8 asymmetric"])
+def test_zero_points_of_stacked_matrices_are_read_once(form):
+    weight, rng = np.random.default_rng(0).standard_normal((5, 16, 64)).astype(np.float32), np.random.default_rng(1)
+    tensors, _ = few_bits.stored(form, f"{Q}.weight", weight, rng)
+    files, found = Counted(tensors), quantization.read({"quantization_config": few_bits.config(form)}, TINY)
+    entry = same("q", weight.shape, f"{Q}.weight")
+    parts = quantized.stored_of(entry, files, found)
+    zero = quantized.read(entry, parts, files)["zero"]
+    name, whole = parts[0].scales["zero"].name, np.asarray(zero)
+    files.read_bytes.clear()
+    for i in range(5):
+        np.testing.assert_array_equal(zero[i : i + 1, 3:9, :], whole[i : i + 1, 3:9])
+    assert files.read_bytes[name] == tensors[name].nbytes
 
 
 @pytest.mark.parametrize("form", ["gptq asymmetric", "gptq eight", "awq", "int4 asymmetric", "int8 asymmetric"])

@@ -103,3 +103,23 @@ def test_an_llm_has_the_values_of_its_keywords():
     llm = LLM(slots=3, max_len=200, block_size=4, max_block_size=8, prefix_bytes=10)
     assert (llm.slots, llm.max_len, llm.block_size, llm.largest_block, llm.prefix_bytes) == (3, 200, 4, 8, 10)
     assert llm.engine is None
+
+
+def test_what_makes_other_programs_is_shared(tmp_path):
+    """Of lists of tokens what they have, not where they are."""
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    paths = [tmp_path / "a.json", tmp_path / "b.json", drafter / "draft_tokens.json"]
+    for path, text in zip(paths, ("[1]", "[1, 2]", "[1]"), strict=True):
+        path.write_text(text)
+    options = [
+        {},
+        {"reproducible": True},
+        {"draft_tokens": "none"},
+        {"draft_tokens": str(paths[0])},
+        {"draft_tokens": paths[1]},
+        {"draft_tokens": tmp_path / "not there"},
+    ]
+    shared = [LLMConfig(draft="a/b", **each).shared() for each in options]
+    assert len({tuple(each.items()) for each in shared}) == len(options)
+    assert shared[3] == LLMConfig(draft="a/b", draft_tokens=paths[2]).shared() == LLMConfig(draft=drafter).shared()

@@ -300,6 +300,15 @@ def main() -> int:
     p.add_argument("--out", help="where the ruler's files go")
     args = p.parse_args()
     args.kind = args.platform if on_device(args) else args.kind
+    if args.platform == "tpu":
+        from dflash_jax.errors import InputError
+        from dflash_jax.parallel.distributed import check_whole
+
+        try:
+            check_whole("tpu")
+        except InputError as e:
+            print(f"error: {e}", file=sys.stderr)
+            return 2
     # Output of libraries is not part of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

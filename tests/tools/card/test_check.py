@@ -365,6 +365,19 @@ def test_the_ruler_has_all_tpus_of_the_host(decoding, tmp_path):
     assert len([name for name in cases if name.startswith("trace")]) <= 5
 
 
+def test_one_host_of_a_slice_is_refused_before_anything_waits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "w-0.x,w-1.x")
+    assert card_check.main(["--platform", "tpu", "--out", str(tmp_path / "out")]) == 2
+    assert "for the devices of this host alone set TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+    command = [sys.executable, "-m", "tools.card.stages", "machine", "--platform", "tpu"]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: this is host ? of the 2 of a TPU slice")
+
+
 def test_a_check_of_tpus_has_its_stages(fake, monkeypatch):
     monkeypatch.setattr(card_stages, "described_tpus", lambda: "4 x TPU v6 lite")
     code, record, page = fake({}, "--platform", "tpu")
