@@ -12,6 +12,7 @@ from dflash_jax.ops import linear
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.linear import product
+from dflash_jax.ops.weights import quantize
 from tests import few_bits
 
 
@@ -138,3 +139,15 @@ def test_with_all_kernels_a_card_converts_a_weight_before_the_product_of_many_to
     x = jnp.ones((tokens, 64), jnp.bfloat16)
     traced = jax.make_jaxpr(lambda x, weight: linear.project(backend, x, weight))(x, jax.tree.map(jnp.asarray, weight))
     assert ("optimization_barrier" in str(traced)) == converts
+
+
+@pytest.mark.parametrize("kind", [None, "fp8", "nvfp4"])
+def test_one_row_has_its_numbers_on_a_tpu_that_pads_it(kind):
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 1, 2, 32), (3, 5, 2, 32)))
+    weight = weight if kind is None else quantize(weight.reshape(3, 5, 64), kind).reshape(3, 5, 64)
+    contracted = 2 if kind is None else 1
+    x = x if kind is None else x.reshape(1, 1, 64)
+    found, right = (linear.project(backend, x, weight, contracted) for backend in (Backend.xla("tpu"), XLA))
+    assert found.shape == (1, 1, 3, 5)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)

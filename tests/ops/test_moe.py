@@ -136,6 +136,25 @@ def test_experts_in_blocks_read_the_chosen_experts_only(moe):
     np.testing.assert_array_equal(experts_in_blocks(XLA, *args[:3], *broken), want)
 
 
+@pytest.mark.parametrize("form", [experts_in_blocks, experts_ragged])
+def test_what_no_expert_has_written_is_in_no_sum(moe, form, monkeypatch):
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    monkeypatch.setattr(module, "ELEMENTS_OF_PASS", 0)
+    x = sample(60, seed=5)
+    weights, chosen = route(x @ moe.router[...].T, MOE)
+    weights = weights.at[1:].set(0.0)
+    got = form(XLA, x, weights, chosen, moe.gate_up[...], moe.down[...])
+    np.testing.assert_allclose(got, looped(x, weights, chosen, moe.gate_up[...], moe.down[...]), atol=1e-5)
+
+
+def test_choices_of_weight_0_go_to_no_expert():
+    weights, chosen = jnp.asarray([[0.5, 0.0], [0.0, 0.0], [0.2, 0.8]]), jnp.asarray([[2, 0], [1, 1], [0, 2]])
+    order, places, counts = module._by_expert(weights, chosen, 4)
+    assert counts.tolist() == [1, 0, 2, 0]
+    assert order[:3].tolist() == [4, 0, 5]
+    np.testing.assert_array_equal(order[places], np.arange(6).reshape(3, 2))
+
+
 @pytest.mark.parametrize("shape", [(4, 2, 6, 10), (4, 10, 6)])
 def test_transposed_weights_have_the_shape_and_numbers_of_theirs(shape):
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
