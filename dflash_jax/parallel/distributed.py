@@ -22,7 +22,7 @@ MOST_BYTES = 4096
 PORT = 8482
 # Seconds in which all processes must be there. JAX alone would abort without a name.
 START_S = 300.0
-# Seconds for the addresses of hosts that have not come: a line that says who is missing is due.
+# Seconds to look up the addresses of missing hosts, after which the error is written without their names.
 LOOK_UP_S = 10.0
 # Flags of compilers: programs of processes with others may wait for one another for ever.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

@@ -201,11 +201,11 @@ class Group:
             return
         call = self.next()
         assert call is not None, "the leader's turn is over before it began"
-        theirs = json.loads(call)
+        leaders = json.loads(call)
         differing = [
-            f"its {name} is {about.get(name, 'not set')}, the leader's is {theirs.get(name, 'not set')}"
-            for name in {**theirs, **about}
-            if about.get(name) != theirs.get(name)
+            f"its {name} is {about.get(name, 'not set')}, the leader's is {leaders.get(name, 'not set')}"
+            for name in {**leaders, **about}
+            if about.get(name) != leaders.get(name)
         ]
         if differing:
             self.fail(f"{'; '.join(differing)} (all processes need the same command and versions)")

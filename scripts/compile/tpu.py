@@ -219,11 +219,11 @@ def megakernels(found: list[dict]) -> str:
     if p is None:
         return "Not compiled yet.\n"
     c, floor = p["counted"], p["floor"]["seconds"]
-    theirs = THEIR_ACCEPTANCE / MEGAKERNELS
-    left = theirs - floor - c["collective_s"]
+    round_s = THEIR_ACCEPTANCE / MEGAKERNELS
+    left = round_s - floor - c["collective_s"]
     published = ACCEPTANCE[p["system"], p["tokens"]]
     rows = [
-        ("their round: acceptance 6 at 1,515 tokens/s", theirs),
+        ("their round: acceptance 6 at 1,515 tokens/s", round_s),
         ("our floor: weights, caches and states once, at all of the bandwidth", floor),
         (f"{c['collectives']:,.0f} collectives of our round, at 1 µs a hop", c["collective_s"]),
         ("left for everything else", left),
@@ -254,7 +254,7 @@ def megakernels(found: list[dict]) -> str:
     return f"""| {system_of(p)} on {p["slice"]}, a round of {p["tokens"]}, one request | ms |
 |---|---|
 {table}
-To reach 1,515 tokens/s a round may take {1e3 * theirs:.2f} ms at acceptance 6, and {1e3 * published / MEGAKERNELS:.2f}
+To reach 1,515 tokens/s a round may take {1e3 * round_s:.2f} ms at acceptance 6, and {1e3 * published / MEGAKERNELS:.2f}
 ms at the {published:.2f} that the drafter's authors publish. What would have to be true:
 
 {bullets}
