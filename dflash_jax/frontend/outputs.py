@@ -36,6 +36,28 @@ class Timings:
         return self.finished - self.prefilled
 
 
+class WeightVersion(NamedTuple):
+    """The weights that drew some of a continuation's tokens.
+
+    Attributes:
+        version: Their version, as `LLM.update_weights` has it.
+        start: The first of the tokens.
+        end: The place after the last one.
+    """
+
+    version: str
+    start: int
+    end: int
+
+
+def extended(versions: Sequence[WeightVersion], version: str, end: int) -> list[WeightVersion]:
+    """``versions`` of tokens, and ``version`` of those after them, up to ``end``."""
+    *others, last = versions or [WeightVersion(version, 0, 0)]
+    if last.version == version:
+        return [*others, last._replace(end=end)]
+    return [*versions, WeightVersion(version, last.end, end)]
+
+
 class Logprob(NamedTuple):
     """A log-probability in vLLM's form.
 
@@ -97,7 +119,7 @@ class Completion:
         prompt_ids: The prompt's token ids.
         token_ids: The new tokens, with the stop token where one ended the text.
         text: Their text; None without a tokenizer. Of `LLM.chat` without the reasoning.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; "abort" where `LLM.pause` or `LLM.update_weights` has ended it.
         acceptance_lengths: Tokens that each round yielded.
         logprobs: Where asked for, ``{"token_id", "logprob", "top": {token id: logprob}}`` for each token, and
             ``"named"``, of the same form as ``"top"``, for logprob_token_ids. Natural logarithms.
@@ -109,6 +131,7 @@ class Completion:
         outputs: All continuations of the prompt, in the form of vLLM.
         finished: True: a completion has ended.
         reasoning: Of `LLM.chat`: the text of the thought, without its tags; None where there is none.
+        weight_versions: The weights that drew the tokens, in order.
     """
 
     prompt_ids: list[int]
@@ -125,6 +148,7 @@ class Completion:
     outputs: list[CompletionOutput] = field(default_factory=list, repr=False)
     finished: bool = True
     reasoning: str | None = None
+    weight_versions: list[WeightVersion] = field(default_factory=list)
 
     @property
     def prompt_token_ids(self) -> list[int]:
