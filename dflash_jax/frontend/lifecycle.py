@@ -27,6 +27,7 @@ IN_FLIGHT = ("recompute", "wait", "abort")
 PAUSES = ("keep", "wait", "abort")
 # What takes memory on the devices, by the names of vLLM and SGLang.
 TAGS = ("weights", "kv_cache")
+ON_HOST = "the weights sleep on the host: wake(['weights']) brings them back; before new ones, sleep(2) drops them"
 DROPPED = "the weights were dropped by sleep(2): update_weights() gives new ones"
 READ_ONLY = "the models of an LLM cannot be set: update_weights() gives them new weights"
 T = TypeVar("T")
@@ -79,7 +80,8 @@ class Lifecycle:
 
         Raises:
             InputError: A name, a shape or an argument is wrong. Then nothing is changed.
-            EngineError: The model runs on several processes.
+            EngineError: The model runs on several processes, its weights sleep on the host, or requests are to be
+                finished in a pause. Then nothing is changed either.
         """
         _check_choice("in_flight", in_flight, IN_FLIGHT)
         _check_version(version)
@@ -99,6 +101,8 @@ class Lifecycle:
         self._check_alone()
         if weights is None and drafter is None:
             raise InputError("weights and drafter are None: give one of them")
+        if self._on_host is not None:
+            raise EngineError(ON_HOST)
         if partial and self._lacks_weights:
             raise InputError(f"partial is True: {DROPPED}")
         return Renewal(self.loader, self._models, partial, self._lacks_weights).of(weights, drafter)
@@ -114,7 +118,6 @@ class Lifecycle:
                 engine.abort_all()
             engine.forget()
             engine.version = self.weight_version
-        self._on_host = None
         self._install(new)
         return self.weight_version
 
@@ -141,9 +144,10 @@ class Lifecycle:
 
         Raises:
             InputError: A name is of no tensor of the target.
+            EngineError: The LLM sleeps.
         """
         if self._lacks_weights:
-            raise InputError(DROPPED)
+            raise EngineError(DROPPED if self._on_host is None else ON_HOST)
         directory = self.loader.checkpoint.directory
         entries = read_entries(directory, (converted_names if is_orbax(directory) else tensor_names)(directory))
         known = {tensor.name for entry in entries for tensor in entry.tensors}
@@ -261,7 +265,7 @@ def _check_version(version: Any) -> None:
 
 
 def _check_tags(tags: Any) -> None:
-    if isinstance(tags, str) or not set(tags) <= set(TAGS):
+    if not isinstance(tags, list | tuple | set | frozenset) or not all(tag in TAGS for tag in tags):
         raise wrong("tags", tags, f"a list of {' and '.join(TAGS)}")
 
 
