@@ -74,6 +74,11 @@ def no_torchvision() -> bool:
     return importlib.util.find_spec("torchvision") is None
 
 
+def no_tunix() -> bool:
+    """tunix is no dependency: what it needs is heavy, and its users have it."""
+    return importlib.util.find_spec("tunix") is None
+
+
 def no_compile_python() -> bool:
     """This Python lacks a compiler for absent accelerators, and DFLASH_COMPILE_PYTHON names no other Python.
 
@@ -106,8 +111,9 @@ ALLOWED = (
     AllowedSkip("tests/server/test_page.py*", "no chromium here*", no_chromium),
     AllowedSkip("tests/test_containers.py::*", "could not import 'kubernetes_validate'*", no_kubernetes_validate),
     AllowedSkip("tests/parity/test_smollm2.py::*", "no network: *", no_smollm2),
-    AllowedSkip("tests/scripts/test_plot_training.py::*", "could not import 'matplotlib'*", no_matplotlib),
+    AllowedSkip("tests/scripts/test_plot_*.py::*", "could not import 'matplotlib'*", no_matplotlib),
     AllowedSkip("tests/media/test_video.py::*", "could not import 'torchvision'*", no_torchvision),
+    AllowedSkip("tests/rl/test_tunix.py*", "could not import 'tunix'*", no_tunix),
     AllowedSkip("tests/tools/test_compile_report.py::*", "* lacks * or jax 0.11*", no_compile_python),
     AllowedSkip("tests/cluster/*", "Ray is not installed", no_ray),
     AllowedSkip("tests/cluster/test_command.py::*", "Ray is installed", lambda: not no_ray()),

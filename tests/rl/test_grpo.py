@@ -65,7 +65,9 @@ def test_the_drafter_learns_what_the_policy_answers(kind):
     drafter = getattr(tiny, kind)(target)
     trainer = PolicyTrainer(target, optax.sgd(0.0), drafter.taps)
     mover = DrafterTrainer(trainer.policy, drafter, optax.adam(3e-3), block_size=4, anchors=8)
-    rollouts = Rollouts(tokens_of(np.random.default_rng(2), 2, 12, vocab=tiny.VOCAB), jnp.ones((2, 12), bool), jnp.zeros((2, 12)))
+    rollouts = Rollouts(
+        tokens_of(np.random.default_rng(2), 2, 12, vocab=tiny.VOCAB), jnp.ones((2, 12), bool), jnp.zeros((2, 12))
+    )
     losses = [mover.step(trainer.policy, rollouts, trainer.step(rollouts, np.zeros(2))) for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
     handed = mover.drafter
