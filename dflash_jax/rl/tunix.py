@@ -167,16 +167,13 @@ class TunixRollout(BaseRollout):
         Returns:
             float32 [B, L], 0 where padding is.
         """
-        pad, temperature = self.pad_id(), self._config.temperature
+        pad = self.pad_id()
         prompts = [_without_padding(row, pad) for row in np.asarray(prompt_tokens)]
         answers = [_without_padding(row[::-1], pad)[::-1] for row in np.asarray(completion_tokens)]
-        params = SamplingParams(temperature=temperature or 1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+        params = SamplingParams(temperature=self._config.temperature, logprobs_mode="processed")
         result = np.zeros(np.shape(completion_tokens), np.float32)
-        has_tokens = [i for i, answer in enumerate(answers) if answer]
-        inputs = [{"prompt_token_ids": prompts[i]} for i in has_tokens]
-        scores = self.llm.score(inputs, [answers[i] for i in has_tokens], params)
-        for i, each in zip(has_tokens, scores, strict=True):
-            result[i, : len(each)] = each
+        for row, scores in zip(result, self.llm.score(prompts, answers, params), strict=True):
+            row[: len(scores)] = scores
         return jnp.asarray(result)
 
     def update_params(self, params: Any, filter_types: Sequence[Any] | None = None) -> None:

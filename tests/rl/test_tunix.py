@@ -38,7 +38,8 @@ RAW = {
     "head_dim": 16,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
-    "rope_theta": 500.0,
+    # tunix 0.1.7 takes no other, whatever its config says.
+    "rope_theta": 1_000_000.0,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
