@@ -126,7 +126,7 @@ class SamplingParams:
         logprobs_mode: What ``logprobs`` reports: "raw_logprobs" of the model's distribution, "processed_logprobs" of
             the one that is drawn from (after bias, penalties, mask, temperature and cuts), "scaled_logprobs" of it
             before the cuts (top_k, top_p, min_p), or "raw_logits" and "processed_logits", which are not normalised.
-            "raw" and "processed" are short for the first two.
+            "raw" and "processed" are short for the first two. None is the mode of the `LLM`, "raw_logprobs" by default.
         prompt_logprobs: Reports the log-probability of each token of the prompt after the first, and those of this many
             likeliest tokens. They are raw in every mode, and logits in the modes of logits.
         n: Continuations of the prompt; their seeds are seed, seed + 1 and so on.
@@ -159,7 +159,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] | list[int] = ()
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: str | None = None
     n: int = 1
     prompt_logprobs: int | None = None
 

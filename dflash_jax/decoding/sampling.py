@@ -474,18 +474,18 @@ def draw(
 
         def with_logprobs() -> Logprobs:
             kind = sampling.logprobs_mode
-            is_processed, is_scaled = (
-                (kind == PROCESSED) | (kind == PROCESSED_LOGITS),
-                wants_logprobs & (kind == SCALED),
-            )
-            reported = jnp.where(is_processed[:, None, None], processed, logits)
+            is_processed = (kind == PROCESSED) | (kind == PROCESSED_LOGITS)
+            is_scaled = wants_logprobs & (kind == SCALED)
 
-            def scaled(x: Array) -> Array:
+            def unscaled() -> Array:
+                return jnp.where(is_processed[:, None, None], processed, logits)
+
+            def scaled() -> Array:
+                # What the cuts have removed is computed again: to keep it would take memory of every round.
                 ruled = _apply_rules(logits, sampling, block, num_known, mask, mode)
-                return jnp.where(is_scaled[:, None, None], scale_logits(ruled, sampling), x)
+                return jnp.where(is_scaled[:, None, None], scale_logits(ruled, sampling), unscaled())
 
-            # What the cuts have removed is computed again: to keep it would take memory of every round.
-            reported = jax.lax.cond(is_scaled.any(), scaled, lambda x: x, reported)
+            reported = jax.lax.cond(is_scaled.any(), scaled, unscaled)
             return compute_logprobs(reported, tokens, sampling, top)
 
         return tokens, jax.lax.cond(wants_logprobs.any(), with_logprobs, no_logprobs)

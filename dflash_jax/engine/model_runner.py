@@ -232,7 +232,7 @@ class ModelRunner:
         assert p.repetition_penalty is not None
         assert p.frequency_penalty is not None
         assert p.presence_penalty is not None
-        window, sinks = self._draft_window(request)
+        window, sinks, mode = *self._draft_window(request), p.logprobs_mode or LOGPROBS_MODES[0]
         admission = Admission.pack(
             request.context,
             self.capacity,
@@ -246,7 +246,7 @@ class ModelRunner:
             draft_sinks=sinks,
             top_k=min(p.top_k or 0, 2**31 - 1),
             wants_logprobs=p.wants_logprobs,
-            logprobs_mode=SCALED_PROMPT if request.scales_prompt else LOGPROBS_MODES.index(p.logprobs_mode),
+            logprobs_mode=SCALED_PROMPT if request.scales_prompt else LOGPROBS_MODES.index(mode),
             seed=p.seed,
             temperature=p.temperature,
             top_p=p.top_p,

@@ -164,6 +164,8 @@ class Generation(Prompts):
             raise InputError(f"{len(lasts)} continuations for {len(firsts)} prompts: give one each")
         groups, sizes = list[list[TextSequence]](), list[int]()
         for i, each in enumerate(_params_of(firsts, params)):
+            each = self.defaults.fill(each)
+            assert each.logprobs_mode is not None
             if each.logprobs_mode.endswith("logits"):
                 raise InputError(f"logprobs_mode is {each.logprobs_mode}: score() gives log-probabilities")
             _, ids, media = self._encoded(firsts[i], f"prompts[{i}]")
@@ -174,7 +176,7 @@ class Generation(Prompts):
             is_scaled = each.logprobs_mode != "raw_logprobs"
             sequence = self.new_sequence([*ids, *more], SamplingParams(**fields), scales_prompt=is_scaled, **media)
             groups.append([sequence] if more else [])
-        deque(self._finished(groups), maxlen=0)
+        deque(self._finished([group for group in groups if group]), maxlen=0)
         scores = [[entry["logprob"] for each in group for entry in each.request.prompt_entries] for group in groups]
         return [each[len(each) - size :] for each, size in zip(scores, sizes, strict=True)]
 

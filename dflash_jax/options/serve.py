@@ -14,7 +14,7 @@ from dflash_jax.options.others import add_others
 from dflash_jax.options.parser import Parser, program
 from dflash_jax.options.shared import CommandOptions, LLMOptions, take_model
 from dflash_jax.options.systems import with_config
-from dflash_jax.sampling_params import LOGPROBS_MODES, MAX_LOGPROBS
+from dflash_jax.sampling_params import MAX_LOGPROBS
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -202,11 +202,6 @@ class ServeOptions(LLMOptions, CommandOptions):
     )
     max_logprobs: int = _load(
         MAX_LOGPROBS, f"of a token, at most {MAX_LOGPROBS}; -1: as many as there are", "N", least=-1
-    )
-    logprobs_mode: str | None = _load(
-        None,
-        "what log-probabilities are, unless the request says it (default: raw_logprobs; of /generate scaled_logprobs)",
-        choices=LOGPROBS_MODES,
     )
 
 

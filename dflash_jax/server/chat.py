@@ -172,7 +172,7 @@ async def prepare_chat(
     talk.is_forced = body.must_call
     talk.has_one_call = body.parallel_tool_calls is False
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = prepare.sampling(serving, body, most, body.seed, logprobs, body.logprob_token_ids, body.prompt_logprobs)
+    params = prepare.sampling(body, most, body.seed, logprobs, body.logprob_token_ids, body.prompt_logprobs)
     options = {
         "block_size": body.block_size,
         "priority": body.priority,

@@ -101,7 +101,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
     for ids in encoded:
         ids = prepare.truncate(serving, body, ids, body.max_tokens)
         room, named = serving.check_room(ids, body.max_tokens, "prompt", default=16), body.logprob_token_ids
-        params = prepare.sampling(serving, body, room, body.seed, body.logprobs, named, prompt_logprobs)
+        params = prepare.sampling(body, room, body.seed, body.logprobs, named, prompt_logprobs)
         options = {"block_size": body.block_size, "priority": body.priority}
         options |= {"cache_salt": body.cache_salt or "", "budget": budget, "records_drafts": body.return_proposals}
         options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")

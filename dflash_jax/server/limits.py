@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dflash_jax.sampling_params import LogprobsMode
-
 if TYPE_CHECKING:
     from dflash_jax.server.schema import StreamOptions
 
@@ -58,7 +56,6 @@ class Additions:
         tokens_as_ids: Whether log-probabilities name tokens "token_id:N" where the request does not choose.
         incremental: Whether each event of /generate has what is new in place of all text and tokens so far.
         request_ids: Whether every answer has the header X-Request-Id, with a fresh id where the request has none.
-        logprobs_mode: As of `SamplingParams`, where the request has none; None: the endpoint's own.
     """
 
     stream_usage: Literal["as asked", "at the end", "always"] = "as asked"
@@ -67,7 +64,6 @@ class Additions:
     tokens_as_ids: bool = False
     incremental: bool = False
     request_ids: bool = False
-    logprobs_mode: LogprobsMode | None = None
 
     @classmethod
     def of_arguments(cls, args) -> "Additions":
@@ -80,7 +76,6 @@ class Additions:
             bool(args.return_tokens_as_token_ids),
             bool(args.incremental_streaming_output),
             bool(args.enable_request_id_headers),
-            args.logprobs_mode,
         )
 
     def stream_options(self, given: "StreamOptions") -> "StreamOptions":

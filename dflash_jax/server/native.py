@@ -147,6 +147,7 @@ async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[l
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
     media = media_of(serving, body, len(prompts), several)
+    default_mode = serving.llm.defaults.logprobs_mode or "scaled_logprobs"
     for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
         sampling = sampling or NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
@@ -158,8 +159,9 @@ async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[l
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         logprob_ids = named[i] if body.return_logprob else None
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
-        asked = logprobs, logprob_ids, logprobs if start >= 0 else None, "scaled_logprobs"
-        params = prepare.sampling(serving, sampling, room, sampling.sampling_seed, *asked)
+        of_prompt = logprobs if start >= 0 else None
+        params = prepare.sampling(sampling, room, sampling.sampling_seed, logprobs, logprob_ids, of_prompt)
+        params = replace(params, logprobs_mode=params.logprobs_mode or default_mode)
         form = await prepare.compiled(serving, prepare.form_of(sampling))
         options = {"block_size": body.block_size, "form": form}
         options |= {"priority": body.priority, "cache_salt": salts[i] or "", "media": placed}

@@ -17,7 +17,7 @@ from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.reasoning import open_thought
 from dflash_jax.protocol import Form
-from dflash_jax.sampling_params import CLOSE, MAX_BIAS, OPEN, LogprobsMode, SamplingParams
+from dflash_jax.sampling_params import CLOSE, MAX_BIAS, OPEN, SamplingParams
 from dflash_jax.server import schema
 from dflash_jax.server.answer_splitter import FirstCall
 from dflash_jax.server.engine_client import RemoteSequence
@@ -32,26 +32,22 @@ FIELDS = frozenset(each.name for each in fields(SamplingParams))
 
 
 def sampling(
-    serving: Serving,
     body: schema.Sampling,
     max_tokens: int,
     seed: int | None,
     logprobs: int | None = None,
     logprob_ids: Sequence[int] | None = None,
     prompt_logprobs: int | None = None,
-    mode: LogprobsMode = "raw_logprobs",
 ) -> SamplingParams:
     """The sampling parameters of a request.
 
     Args:
-        serving: The model and its engine.
         body: The request.
         max_tokens: Most new tokens.
         seed: Any integer, taken modulo 2³²; None: a random one.
         logprobs: Likeliest tokens whose log-probabilities are returned; None: none.
         logprob_ids: Tokens whose log-probabilities are returned beside them.
         prompt_logprobs: Likeliest tokens of which log-probabilities of the prompt are returned; None: none.
-        mode: The endpoint's logprobs_mode where neither the request nor the server has one.
 
     Raises:
         ApiError: A value is invalid.
@@ -67,7 +63,6 @@ def sampling(
         "include_stop_str_in_output": bool(body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)),
         "logprobs": logprobs,
         "logprob_token_ids": logprob_ids,
-        "logprobs_mode": body.logprobs_mode or serving.additions.logprobs_mode or mode,
         "prompt_logprobs": prompt_logprobs,
     }
     if body.allowed_token_ids is not None:

@@ -171,7 +171,7 @@ def test_defaults_of_a_checkpoint(tmp_path):
             {"logprobs_mode": "cooked"},
             "logprobs_mode is 'cooked': it must be one of raw_logprobs, processed_logprobs, sc",
         ),
-        ({"logprobs_mode": None}, "logprobs_mode is None"),
+        ({"logprobs_mode": True}, "logprobs_mode is True"),
         ({"logprobs_mode": 10**5000}, "logprobs_mode is an integer of 16610 bits"),
         ({"min_p": 2.0}, "min_p is 2.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),

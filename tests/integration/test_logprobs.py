@@ -107,7 +107,6 @@ def test_prompts_have_raw_log_probabilities_in_the_form_of_vllm(llm, mode):
         for i, entry in enumerate(completion.prompt_logprobs[1:]):
             token = completion.prompt_ids[i + 1]
             assert next(iter(entry)) == token
-            assert [e.rank for e in entry.values() if e.rank] == sorted(e.rank for e in entry.values() if e.rank)
             assert {e.rank for e in entry.values()} - {None} == {1, 2}
             np.testing.assert_allclose([e.logprob for e in entry.values()], row[i, list(entry)], atol=1e-4)
             assert entry[token].decoded_token == llm.tokenizer.token_bytes(token).decode(errors="replace")

@@ -21,7 +21,6 @@ from dflash_jax.server.app import build
 from dflash_jax.server.connections import ConnectionLimits, protocol
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.engine_host import EngineHost, in_process
-from dflash_jax.server.limits import Additions
 from dflash_jax.server.serving import Serving
 
 NAME = "Qwen/Qwen3.6-35B-A3B"
@@ -183,21 +182,6 @@ def quiet(server):
     """The server, with nothing left in it afterwards."""
     yield server
     assert server.idle()
-
-
-@pytest.fixture
-def adding(server):
-    """Starts a server on the same engine, with additions."""
-    running = []
-
-    def start(**additions) -> Running:
-        serving = Serving(server.serving.llm, in_process(server.host), [NAME], additions=Additions(**additions))
-        running.append(Running(serving, server.host))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.stop()
 
 
 @pytest.fixture

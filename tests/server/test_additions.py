@@ -9,12 +9,29 @@ import pytest
 
 from dflash_jax import SamplingParams
 from dflash_jax.server.answers import request_metrics
+from dflash_jax.server.engine_host import in_process
 from dflash_jax.server.limits import Additions
-from tests.server.conftest import MESSAGES, OFF
+from dflash_jax.server.serving import Serving
+from tests.server.conftest import MESSAGES, NAME, OFF, Running
 
 CHAT = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0, "chat_template_kwargs": OFF, "ignore_eos": True}
 TEXT = {"prompt": "def f(", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+
+
+@pytest.fixture
+def adding(server):
+    """Starts a server on the same engine, with additions."""
+    running = []
+
+    def start(**additions) -> Running:
+        serving = Serving(server.serving.llm, in_process(server.host), [NAME], additions=Additions(**additions))
+        running.append(Running(serving, server.host))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.stop()
 
 
 def streamed(server, path, **body) -> list[dict]:

@@ -1,5 +1,7 @@
 """What log-probabilities are of: by the request, the server's option, and the endpoint's own rule."""
 
+from dataclasses import replace
+
 import pytest
 
 from dflash_jax import SamplingParams
@@ -79,11 +81,12 @@ def test_chats_and_responses_take_the_mode(quiet):
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
-def test_the_servers_option_is_of_all_endpoints(adding, expected, mode):
-    server = adding(logprobs_mode=mode)
-    found = answers(server)
+def test_the_mode_of_the_llm_is_that_of_all_endpoints(quiet, expected, mode, monkeypatch):
+    llm = quiet.serving.llm
+    monkeypatch.setattr(llm, "defaults", replace(llm.defaults, logprobs_mode=mode))
+    found = answers(quiet)
     assert found["completions"] == found["generate"] == expected[mode][0]
-    assert answers(server, logprobs_mode="raw_logits")["completions"] == expected["raw_logits"][0]
+    assert answers(quiet, logprobs_mode="raw_logits")["completions"] == expected["raw_logits"][0]
 
 
 def test_an_unknown_mode_is_refused_by_its_name(quiet):
