@@ -2,10 +2,11 @@
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from dflash_jax import progress
 from dflash_jax.checkpoint import orbax, quantization, quantized
 from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, Tensors, tensor_names, write_json, write_tensors
+from dflash_jax.checkpoint.given import GivenTensors
 from dflash_jax.checkpoint.parameters import C, Source, cast, check_quantize, of_drafter, read_parameter, spread
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
@@ -28,9 +30,11 @@ from dflash_jax.models.families.names import Entry, Tensor, whole_tensors
 from dflash_jax.models.families.vision import vision_entries, vision_prefix
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
-from dflash_jax.models.packing import unpack_weights
+from dflash_jax.models.packing import plain_weight
 from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.weights import dense as dense_array
+from dflash_jax.ops.weights import is_weight
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
 
 log = logging.getLogger("dflash_jax")
@@ -95,9 +99,8 @@ def _open(
     problems += [f"unexpected {n!r} {list(files[n])}" for n in skipped if n not in known and not is_skipped(n)]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise InputError(
-            f"{directory} does not fit its config.json, {len(problems)} tensors are wrong: {shown}", problems
-        )
+        what = "the weights do not fit the" if isinstance(files, GivenTensors) else f"{directory} does not fit its"
+        raise InputError(f"{what} config.json, {len(problems)} tensors are wrong: {shown}", problems)
     return Source(config, entries, files, skipped, stored, unused, form and form.caches)
 
 
@@ -107,7 +110,7 @@ def fill(
     dtype,
     layout: Layout,
     quantize: str | None = None,
-    given: Mapping[str, jax.Array] = MappingProxyType({}),
+    given: Mapping[str, Any] = MappingProxyType({}),
 ):
     """Reads every parameter of an abstract module, one at a time.
 
@@ -117,7 +120,8 @@ def fill(
         dtype: The parameters' dtype; None keeps each tensor's.
         layout: The mesh on which the parameters are placed.
         quantize: As in `load_target`.
-        given: Parameters by path that the checkpoint may lack.
+        given: Parameters by path that the checkpoint may lack: arrays, or weights of another form, which stay as they
+            are.
 
     Raises:
         InputError: The table of weight names lacks a parameter.
@@ -139,7 +143,7 @@ def fill(
         for path, leaf, spec, size in zip(parameter_paths(module), leaves, parameter_specs(module), sizes, strict=True):
             sharding = NamedSharding(mesh, spec)
             if path not in by_path:
-                arrays.append(place(np.asarray(given[path]).astype(leaf.dtype), sharding))
+                arrays.append(_given(given[path], leaf.dtype, sharding))
                 continue
             if by_path[path].shape != leaf.shape:
                 raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
@@ -148,6 +152,14 @@ def fill(
             source.files.release()
             bar.update(size)
     return jax.tree.unflatten(structure, arrays)
+
+
+def _given(weight: Any, dtype: np.dtype, sharding: NamedSharding) -> Any:
+    """A parameter that is no checkpoint's: a weight that is placed already as it is."""
+    if not isinstance(weight, np.ndarray | jax.Array):
+        return weight
+    is_placed = isinstance(weight, jax.Array) and weight.sharding.is_equivalent_to(sharding, weight.ndim)
+    return weight if is_placed and weight.dtype == dtype else place(weight.astype(dtype), sharding)
 
 
 def read_target_config(directory: Path, overrides: dict | None = None) -> ModelConfig:
@@ -178,18 +190,29 @@ def draft_tensor_names(directory: Path) -> Collection[str]:
     return quantized.plain_names((orbax.tensor_names if orbax.is_orbax(directory) else tensor_names)(directory))
 
 
-def open_target(directory: str | Path, overrides: dict | None = None) -> Source[ModelConfig]:
+def open_target(
+    directory: str | Path,
+    overrides: dict | None = None,
+    files: Tensors | None = None,
+    kept: Collection[str] = (),
+) -> Source[ModelConfig]:
     """Opens a target's checkpoint without reading weights.
+
+    Args:
+        directory: The checkpoint's directory.
+        overrides: As of `read_target_config`.
+        files: Its tensors, in place of the directory's.
+        kept: Paths of parameters that it may lack.
 
     Raises:
         InputError: Names or shapes do not fit ``config.json``; its second argument is the list of all bad tensors.
     """
     directory = Path(directory)
     raw, config = read_raw(directory, overrides), read_target_config(directory, overrides)
-    family, files = families.target_family(raw), TensorFiles(directory)
+    family, files = families.target_family(raw), TensorFiles(directory) if files is None else files
     # Some checkpoints carry the head that they tie to the embedding.
     tied = ("lm_head.",) if config.tied_embeddings else ()
-    entries = family.weight_names(config, quantized.plain_names(files))
+    entries = [e for e in family.weight_names(config, quantized.plain_names(files)) if e.path not in kept]
     return _open(directory, raw, config, entries, files, lambda name: name.startswith(tied) or family.is_skipped(name))
 
 
@@ -216,6 +239,8 @@ def load_target(
     quantize: str | None = None,
     backend: Backend | None = None,
     overrides: dict | None = None,
+    files: Tensors | None = None,
+    kept: Mapping[str, Any] = MappingProxyType({}),
 ) -> Decoder:
     """Loads a target, its parameters on the mesh of ``layout``.
 
@@ -229,6 +254,8 @@ def load_target(
             bits, and the head only where the checkpoint has it so.
         backend: Where it will run; this machine by default.
         overrides: Values in place of those of ``config.json``.
+        files: Its tensors, in place of the directory's.
+        kept: Parameters that are not read, by path, as they are.
 
     Raises:
         InputError: The checkpoint is invalid, or ``quantize`` is unknown.
@@ -236,11 +263,11 @@ def load_target(
     backend = backend or Backend.detect()
     check_quantize(quantize)
     directory = Path(directory)
-    if orbax.is_orbax(directory):
+    if files is None and orbax.is_orbax(directory):
         module = abstract_decoder(read_target_config(directory, overrides), dtype, layout, backend)
         return orbax.load(module, directory, dtype, layout, quantize)
-    source = open_target(directory, overrides)
-    return fill(abstract_decoder(source.config, dtype, layout, backend), source, dtype, layout, quantize)
+    source = open_target(directory, overrides, files, kept)
+    return fill(abstract_decoder(source.config, dtype, layout, backend), source, dtype, layout, quantize, kept)
 
 
 def read_kv_scales(
@@ -266,8 +293,10 @@ def read_kv_scales(
     return parsed(lambda _: quantized.kv_scales(_table(raw, config)(config, names), files), raw, directory)
 
 
-def open_tower(directory: str | Path, overrides: dict | None = None) -> Source[VisionConfig] | None:
-    """Opens the vision tower of a target's checkpoint without reading weights.
+def open_tower(
+    directory: str | Path, overrides: dict | None = None, files: Tensors | None = None
+) -> Source[VisionConfig] | None:
+    """Opens the vision tower of a target's checkpoint without reading weights; ``files`` as in `open_target`.
 
     Returns:
         The tower; None for a target without one, or whose tower was left out of the files.
@@ -278,7 +307,8 @@ def open_tower(directory: str | Path, overrides: dict | None = None) -> Source[V
     """
     directory = Path(directory)
     raw, config = read_raw(directory, overrides), read_target_config(directory, overrides)
-    files = orbax.ExtraTensors(directory) if orbax.is_orbax(directory) else TensorFiles(directory)
+    if files is None:
+        files = orbax.ExtraTensors(directory) if orbax.is_orbax(directory) else TensorFiles(directory)
     prefix = vision_prefix(files)
     if config.vision is None or prefix is None:
         return None
@@ -293,6 +323,7 @@ def load_tower(
     layout: Layout = ONE_DEVICE,
     backend: Backend | None = None,
     overrides: dict | None = None,
+    files: Tensors | None = None,
 ) -> VisionTower | None:
     """Loads the vision tower of a target, all of it on every device of the mesh of ``layout``.
 
@@ -302,6 +333,7 @@ def load_tower(
         layout: The mesh.
         backend: Where it will run; this machine by default.
         overrides: As in `load_target`.
+        files: As in `load_target`.
 
     Returns:
         The tower; None where `open_tower` finds none.
@@ -309,7 +341,7 @@ def load_tower(
     Raises:
         InputError: The checkpoint is invalid.
     """
-    source = open_tower(directory, overrides)
+    source = open_tower(directory, overrides, files)
     if source is None:
         return None
     return fill(abstract_tower(source.config, dtype, backend or Backend.detect()), source, dtype, layout)
@@ -326,9 +358,12 @@ def read_fitting_drafter(
 
 
 def open_drafter(
-    directory: str | Path, target: ModelConfig | None = None, overrides: dict | None = None
+    directory: str | Path,
+    target: ModelConfig | None = None,
+    overrides: dict | None = None,
+    files: Tensors | None = None,
 ) -> Source[DraftConfig] | Source[MtpConfig]:
-    """Opens a drafter's checkpoint, or the MTP head of a target's, without reading weights.
+    """Opens a drafter's checkpoint, or the MTP head of a target's, without reading weights; ``files`` as above.
 
     Raises:
         InputError: Names or shapes do not fit, the target has no head, or the drafter does not fit ``target``.
@@ -336,25 +371,27 @@ def open_drafter(
     directory = Path(directory)
     config, raw = read_fitting_drafter(directory, target, overrides), read_raw(directory, overrides)
     if isinstance(config, MtpConfig):
-        return _open_head(directory, raw, config)
-    files = TensorFiles(directory)
+        return _open_head(directory, raw, config, files)
+    files = TensorFiles(directory) if files is None else files
     entries = dflash.weight_names(config, quantized.plain_names(files))
     return _open(directory, raw, config, entries, files, lambda name: dflash.is_skipped(config, name, files.read))
 
 
-def _open_head(directory: Path, raw: dict, config: MtpConfig) -> Source[MtpConfig]:
+def _open_head(directory: Path, raw: dict, config: MtpConfig, files: Tensors | None) -> Source[MtpConfig]:
     """Opens an MTP head: all of its tensors, and the target's final norm where the files have it.
 
     A head alone may have copies of the target's tables beside it, which `check_copies` compares.
     """
     norms = dict.fromkeys(mtp.FINAL_NORMS, "norm.weight")
-    files = orbax.ExtraTensors(directory, norms) if orbax.is_orbax(directory) else TensorFiles(directory)
+    if files is None:
+        files = orbax.ExtraTensors(directory, norms) if orbax.is_orbax(directory) else TensorFiles(directory)
     prefix = mtp.head_prefix(files)
     if prefix is None:
         what = "is not a DFlash drafter, and has no MTP head"
         raise InputError(f"{directory} {what}: none of its tensors begins with {mtp.PREFIXES[0]}")
     # A conversion is of a whole target, whose other tensors are not among these.
-    entries, is_alone = mtp.weight_names(config, files), isinstance(files, TensorFiles) and mtp.is_alone(files)
+    is_whole = not isinstance(files, orbax.ExtraTensors)
+    entries, is_alone = mtp.weight_names(config, files), is_whole and mtp.is_alone(files)
     if is_alone:
         entries = [e for e in entries if e.path != "final_norm.weight" or e.tensors[0].name in files]
     return _open(
@@ -493,6 +530,7 @@ def load_drafter(
     quantize: str | None = None,
     overrides: dict | None = None,
     final_norm: jax.Array | None = None,
+    files: Tensors | None = None,
 ) -> Drafter | Mtp:
     """Loads a drafter.
 
@@ -506,6 +544,7 @@ def load_drafter(
         quantize: Of an MTP head, as in `load_target`. DFlash drafters are never quantized; "none" makes them ``dtype``.
         overrides: As in `load_target`.
         final_norm: The target's, for an MTP head alone, whose files need not have it.
+        files: Its tensors, in place of the directory's.
 
     Raises:
         InputError: The checkpoint is invalid or does not fit ``target``.
@@ -515,9 +554,9 @@ def load_drafter(
     config = read_fitting_drafter(directory, target, overrides)
     module = abstract_drafter(config, dtype, layout, backend)
     quantize = of_drafter(config, quantize)
-    if isinstance(config, DraftConfig) and orbax.is_orbax(directory):
+    if files is None and isinstance(config, DraftConfig) and orbax.is_orbax(directory):
         return orbax.load(module, directory, dtype, layout, quantize)
-    source = open_drafter(directory, target, overrides)
+    source = open_drafter(directory, target, overrides, files)
     given = {} if final_norm is None else {"final_norm.weight": final_norm}
     if isinstance(config, MtpConfig) and not given and all(e.path != "final_norm.weight" for e in source.entries):
         raise InputError(f"{directory} is an MTP head alone: give its target's final_norm, too")
@@ -538,7 +577,7 @@ def save_module(
         tower: The vision tower of a target, written beside it; None writes none.
     """
     directory = Path(directory)
-    tensors = _disk_tensors(unpack_weights(module), entries, dtype)
+    tensors = _disk_tensors(module, entries, dtype)
     if tower is not None:
         tensors |= _disk_tensors(tower, vision_entries(tower.config), dtype)
     write_tensors(directory, tensors)
@@ -547,12 +586,23 @@ def save_module(
 
 def _disk_tensors(module, entries: list[Entry], dtype) -> dict[str, np.ndarray]:
     """Name → array of each tensor on disk."""
+    # Those of the vocabulary are copies of rows of the target's head: the file of draft tokens describes them.
+    paths = [path for path in parameter_paths(module) if not path.startswith("vocabulary.")]
     by_path = {e.path: e for e in entries}
+    return tensors_of(module, [by_path[path] for path in paths], dtype)
+
+
+def tensors_of(module, entries: Iterable[Entry], dtype=None) -> dict[str, np.ndarray]:
+    """Name → array of the tensors of some parameters of a module, as a checkpoint has them.
+
+    Args:
+        module: The module. Weights in few bits are multiplied out, to float32.
+        entries: The parameters; tensors that others share are left out.
+        dtype: Dtype of the tensors; None keeps that of the parameters.
+    """
+    leaves = dict(zip(parameter_paths(module, is_weight), jax.tree.leaves(module, is_leaf=is_weight), strict=True))
     parts: list[tuple[Tensor, np.ndarray]] = []
-    for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
-        if path.startswith("vocabulary."):
-            # Copies of rows of the target's head: the file of draft tokens describes them.
-            continue
-        entry = by_path[path]
-        parts += zip(entry.tensors, entry.write(cast(np.asarray(leaf), dtype)), strict=True)
+    for entry in entries:
+        array = np.asarray(dense_array(plain_weight(leaves[entry.path])))
+        parts += zip(entry.tensors, entry.write(cast(array, dtype)), strict=True)
     return dict(whole_tensors(parts))

@@ -1,8 +1,8 @@
 """One parameter from its tensors on disk to its devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dflash_jax.checkpoint import quantized
 from dflash_jax.checkpoint.disk_array import DiskArray, joined
 from dflash_jax.checkpoint.files import DTYPES, Tensors
+from dflash_jax.checkpoint.given import GivenTensors
 from dflash_jax.checkpoint.quantize import QUANTIZE
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
@@ -74,6 +75,11 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sh
     Returns:
         What `finished` returns.
     """
+    files = source.files
+    if entry.path not in source.stored and isinstance(files, GivenTensors):
+        array = files.on_device(entry, dtype, sharding)
+        if array is not None:
+            return finished({"array": array}, dtype, entry.path, quantize, sharding)
     arrays = quantized.without_divisor(arrays_of(entry, source, dtype), not stays_quantized(entry.path, quantize))
     return finished(placed(arrays, sharding, entry.shape), dtype, entry.path, quantize, sharding)
 
@@ -164,14 +170,10 @@ def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | Non
         weight = QuantizedWeight.of(arrays)
         if stays_quantized(path, quantize):
             return weight
-        dense = jax.jit(_multiplied, static_argnums=1, out_shardings=sharding)
-        return dense(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
+        return _dense(sharding)(spread(weight, sharding), jnp.float32 if dtype is None else dtype)
     array = cast(arrays["array"], dtype)
     if quantize not in (None, "none") and path.rsplit(".", 1)[-1] in QUANTIZED:
-        quantized_to = partial(_quantized, kind=quantize)
-        shapes = {name: one.shape for name, one in jax.eval_shape(quantized_to, array).items()}
-        shardings = array_shardings(shapes, sharding, array.shape)
-        return QuantizedWeight.of(jax.jit(quantized_to, out_shardings=shardings)(array))
+        return QuantizedWeight.of(_quantizer(quantize, sharding, array.shape, array.dtype)(array))
     return array
 
 
@@ -180,12 +182,31 @@ def spread(weight: jax.Array | QuantizedWeight, sharding: NamedSharding) -> jax.
     parts = parts_of(sharding.mesh.shape, sharding.spec, weight.ndim - 1)
     if not isinstance(weight, QuantizedWeight) or parts == 1:
         return weight
-    scales = jax.jit(_scales_of_parts, static_argnums=1, out_shardings=sharding)(weight, parts)
+    scales = _scales(sharding)(weight, parts)
     return QuantizedWeight.of(weight.arrays() | scales)
+
+
+@cache
+def _quantizer(kind: str, sharding: NamedSharding, shape: tuple[int, ...], dtype: np.dtype) -> Callable:
+    """A function for the arrays of a weight in few bits; one for all alike, which new weights use again."""
+    quantized_to = partial(_quantized, kind=kind)
+    arrays = jax.eval_shape(quantized_to, jax.ShapeDtypeStruct(shape, dtype))
+    shardings = array_shardings({name: one.shape for name, one in arrays.items()}, sharding, shape)
+    return jax.jit(quantized_to, out_shardings=shardings)
 
 
 def _quantized(array: jax.Array, kind: str) -> dict[str, jax.Array]:
     return quantize_array(array, kind).arrays()
+
+
+@cache
+def _dense(sharding: NamedSharding) -> Callable:
+    return jax.jit(_multiplied, static_argnums=1, out_shardings=sharding)
+
+
+@cache
+def _scales(sharding: NamedSharding) -> Callable:
+    return jax.jit(_scales_of_parts, static_argnums=1, out_shardings=sharding)
 
 
 def _scales_of_parts(weight: QuantizedWeight, parts: int) -> dict[str, jax.Array]:

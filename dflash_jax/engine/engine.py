@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from math import isnan
+from typing import Any
 
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
@@ -26,6 +27,8 @@ log = logging.getLogger("dflash_jax")
 
 # Seconds that a step without other work waits for a late mask, or for a program that is being compiled.
 WAIT_S = 0.005
+# The version of the weights that an engine begins with, as SGLang names it.
+FIRST_VERSION = "default"
 # Requests that may have a slot or wait, if many clients use their shares, over those of one client.
 MOST_SHARES = 2
 
@@ -50,6 +53,9 @@ class Engine:
         policy: Chooses block sizes and drafters.
         statistics: Totals since the engine was made.
         failure: Why the device failed; None while it works.
+        version: The version of the weights.
+        is_paused: Whether `step` starts nothing. Requests wait, with what they have.
+        has_caches: Whether the decoding state and prefixes have memory.
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy | None = None):
@@ -58,6 +64,7 @@ class Engine:
         self.policy = policy or DraftLengthPolicy(config.speculations)
         self.statistics = Statistics()
         self.failure: str | None = None
+        self.version, self.is_paused, self.has_caches = FIRST_VERSION, False, True
         self._order = itertools.count()
         self._clear()
 
@@ -70,9 +77,8 @@ class Engine:
         self._waiting, self._prefiller = self._slots.waiting, self._slots.prefiller
         self.pages, self.prefix_cache = self._slots.pages, self._slots.prefix_cache
         self._masking = Masking(self.runner.mask_words, self.runner.aligned, self._fail_one)
-        self._results = Results(
-            self.runner, self._scheduler, self._masking, self.prefix_cache, self.statistics, self.config, self._end
-        )
+        parts = self.runner, self._scheduler, self._masking, self.prefix_cache, self.statistics, self.config
+        self._results = Results(*parts, self._event, self._end)
         self._tickets: deque[StepTicket] = deque()
         # The step that was read last, whose events are not made yet.
         self._outcome: tuple[StepTicket, Outcome] | None = None
@@ -83,6 +89,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
+        if self.is_paused:
+            return bool(self._tickets or self._events)
         return bool(self._waiting or self._prefiller or self._scheduler.requests or self._tickets or self._events)
 
     @property
@@ -189,6 +197,52 @@ class Engine:
             return
         self._events.append(self._end(request, "abort"))
 
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def abort_all(self) -> None:
+        """Ends all requests, as `abort` does."""
+        for request in list(self._live):
+            self.abort(request)
+
+    def forget(self) -> None:
+        """Drops all that weights have computed: caches of requests and prefixes.
+
+        Requests that have not ended keep their tokens, and compute them again.
+        """
+        if self.failure is not None or not self.has_caches:
+            return
+        try:
+            self._collect_all()
+            self.runner.forget_proposal()
+            self._slots.give_up_all()
+            self.prefix_cache.clear()
+        except Exception as e:
+            log.exception("the device failed")
+            self._events = self._fail(e)
+
+    def release_caches(self) -> None:
+        """Frees the memory of the decoding state and of prefixes. The engine must be paused; see `forget`."""
+        assert self.is_paused, "the engine runs"
+        self.forget()
+        self.runner.release()
+        self.has_caches = False
+
+    def restore_caches(self) -> None:
+        """Undoes `release_caches`."""
+        if self.has_caches:
+            return
+        waiting, events = list(self._live), self._events
+        self.runner.reset()
+        self._clear()
+        self.has_caches, self._events = True, events
+        for request in waiting:
+            self._live[request] = None
+            self._turns.begin(request.client)
+            self._waiting.push(request)
+
     def flush(self) -> bool:
         """Clears the prefix cache. Does nothing, and returns False, while there are requests."""
         if self._live:
@@ -216,7 +270,7 @@ class Engine:
         except Exception as e:
             log.exception("the device failed")
             return self._fail(e)
-        if not (launched or results or self._events) and self._lacks_program():
+        if not (launched or results or self._events or self.is_paused) and self._lacks_program():
             time.sleep(WAIT_S)
         self.statistics.host_s += self.runner.clock - began - (self.statistics.wait_s - waited)
         if count := self.statistics.computed_tokens - computed:
@@ -250,10 +304,12 @@ class Engine:
         """Empties the engine after a failure."""
         self.runner.reset()
         self._clear()
-        self.failure = None
+        self.failure, self.has_caches = None, True
 
     def _launch(self) -> bool:
         """Starts the device's next work; False where there is none."""
+        if self.is_paused:
+            return False
         self._slots.assign()
         started, prefills = self.runner.clock, self._prefill()
         batch, dispatch, handle = self._decode()
@@ -426,4 +482,7 @@ class Engine:
         request.swapped = None
         if request.slot != NO_SLOT:
             self._slots.leave(request)
-        return Event(request, list(tokens), list(yielded), finish_reason=finish_reason, **fields)
+        return self._event(request, list(tokens), list(yielded), finish_reason=finish_reason, **fields)
+
+    def _event(self, request: Request, *args: Any, **fields: Any) -> Event:
+        return Event(request, *args, version=self.version, **fields)

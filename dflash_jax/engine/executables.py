@@ -73,9 +73,33 @@ class Executables(Programs):
     def __init__(self, target: Decoder, drafter: Drafting | None, mesh: Mesh | None = None):
         super().__init__(target, drafter)
         self.mesh = mesh or target.layout.mesh()
+        # Programs of other forms of the weights.
+        self._forms: dict[Any, dict] = {}
+        self.compiled: dict = {}
+        self._take()
+
+    def _take(self) -> None:
         self._specs, self._structure = parameter_specs(self.pair), jax.tree.structure(self.pair)
         self.weights = jax.tree.map(put, jax.tree.leaves(self.pair), self.shardings(self._specs))
-        self.compiled: dict = {}
+
+    def replace(self, target: Decoder, drafter: Drafting | None) -> None:
+        """Runs with other weights from now on.
+
+        Weights of the same form use the programs that are compiled. A CPU's have two forms, as they are exact in 16
+        bits or not; each has programs of its own.
+
+        Args:
+            target: As the one before, with other arrays; or with shapes, which takes no memory and runs nothing.
+            drafter: Likewise.
+        """
+        before, self.pair = self._form, (target, drafter)
+        self._take()
+        if self._form != before:
+            self._forms[before], self.compiled = self.compiled, self._forms.get(self._form, {})
+
+    @property
+    def _form(self) -> tuple:
+        return self._structure, tuple((x.shape, x.dtype.name) for x in self.weights)
 
     @property
     def count(self) -> int:

@@ -73,9 +73,17 @@ class ModelRunner:
         """Empties the state."""
         self._clear()
 
+    def release(self) -> None:
+        """Frees the state, until `reset`."""
+        self._state, self._proposed = None, None
+
+    def forget_proposal(self) -> None:
+        """Drops what is proposed for the next round."""
+        self._proposed = None
+
     def _clear(self) -> None:
         # The old state is freed first.
-        self._state, self._proposed = None, None
+        self.release()
         self._state = self.programs.empty(self.slots, self.capacity, self.settings, self._pages)
 
     @property

@@ -296,6 +296,7 @@ class Event:
         error: With the finish reason "error", its cause: an InputError where the request itself is at fault.
         drafted: Drafts that each round verified; empty where none has any.
         drafter: The name of the drafter.
+        version: The version of the weights that drew the tokens.
     """
 
     request: Request
@@ -306,6 +307,7 @@ class Event:
     error: Exception | None = None
     drafted: Sequence[int] = ()
     drafter: str | None = None
+    version: str = ""
 
     @property
     def rounds(self) -> Iterator[Round]:

@@ -29,6 +29,7 @@ class Results:
         prefix_cache: Cleared where logits are not finite.
         statistics: Gets the totals.
         config: Has the drafters' names.
+        event: ``event(request, **fields)`` makes an event.
         end: ``end(request, reason, **fields of the event)`` ends a request, and returns its last event.
     """
 
@@ -40,10 +41,11 @@ class Results:
         prefix_cache: PrefixCache,
         statistics: Statistics,
         config: EngineConfig,
+        event: Callable[..., Event],
         end: Callable[..., Event],
     ):
         self._runner, self._scheduler, self._masking, self._prefix_cache = runner, scheduler, masking, prefix_cache
-        self._statistics, self._config, self._end = statistics, config, end
+        self._statistics, self._config, self._event, self._end = statistics, config, event, end
 
     def events(self, request: Request, outcome: Outcome, i: int, block_size: int, drafter: int | None) -> list[Event]:
         """The events of the request of slot ``i`` of a dispatch; ``block_size``: its own in its rounds."""
@@ -96,7 +98,7 @@ class Results:
         if block_size > 1 and drafter is not None:
             drafted = [count - 1 for count in verified[: len(yielded)]]
             fields |= {"drafted": drafted, "drafter": self._config.drafter_name(drafter)}
-        event = Event(request, **fields) if reason is None else self._end(request, reason, **fields)
+        event = self._event(request, **fields) if reason is None else self._end(request, reason, **fields)
         self._statistics.new_tokens += len(tokens)
         self._statistics.rounds.update(event.rounds)
         return event

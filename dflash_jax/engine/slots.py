@@ -179,6 +179,17 @@ class Slots:
             self._queue_again(request)
         return is_copied
 
+    def give_up_all(self) -> None:
+        """Takes the slots of all requests, and drops what they have anywhere. They compute all their tokens again.
+
+        The results of all steps must be read.
+        """
+        for request in self._by_slot.values():
+            self._give_up(request)
+        for request in (*self._by_slot.values(), *self.waiting):
+            request.swapped = None
+        self._requeue()
+
     def _give_up(self, request: Request) -> None:
         """Gives up a request's pages without a copy."""
         self.prefiller.stop_caching(request)

@@ -19,14 +19,14 @@ from dflash_jax.argument_checks import checked, plain
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.vision_encoder import VisionEncoder
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.chat_template import template_options
 from dflash_jax.frontend.media import by_kind, media_parts
 from dflash_jax.frontend.outputs import Completion, vllm_logprobs
 from dflash_jax.frontend.prompts import Prompt, Prompts, split_conversations, split_prompts
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, is_open, split_reasoning
 from dflash_jax.frontend.sequence import Piece, TextSequence
-from dflash_jax.frontend.sync_engine import SyncEngine
+from dflash_jax.frontend.sync_engine import PAUSED, SyncEngine
 from dflash_jax.media.parts import split_media
 from dflash_jax.sampling_params import SamplingParams
 
@@ -78,6 +78,7 @@ class Generation(Prompts):
     plain_programs: Executables
     encoder: VisionEncoder | None
     reproducible: bool
+    is_paused: bool
     load: Callable[[], None]
     _sync_engine: SyncEngine
     _request_ids: count
@@ -403,6 +404,8 @@ class Generation(Prompts):
     def _submit(self, groups: list[list[TextSequence]]) -> None:
         """Submits the sequences of prompts. A call that is refused takes none of the LLM's seeds."""
         self.load()
+        if self.is_paused:
+            raise EngineError(PAUSED)
         seeds = copy.copy(self._seeds)
         for group in groups:
             if seeds is not None and not group[0].has_given_seed:

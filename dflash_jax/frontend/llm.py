@@ -5,10 +5,12 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
+from weakref import WeakSet
 
 import jax
 
@@ -25,7 +27,7 @@ from dflash_jax.engine.config import (
     speculations_of,
 )
 from dflash_jax.engine.draft_length import DraftLengthPolicy
-from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.engine import FIRST_VERSION, Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.lead import Follower, Leader
 from dflash_jax.engine.memory import allow_pinned_memory, free_memory, plan_memory
@@ -35,17 +37,20 @@ from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.front_model import ModelFacts
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import signature, with_other_names
+from dflash_jax.frontend.lifecycle import READ_ONLY, Lifecycle
 from dflash_jax.frontend.llm_config import Draft, LLMConfig
 from dflash_jax.frontend.loading import (
     Checkpoint,
+    Loader,
     draft_vocabulary,
     load_encoder,
-    load_models,
     placed_drafter,
     prepare_backend,
 )
+from dflash_jax.frontend.new_weights import NewWeights
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.config import MoeSpec
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import config_of, vocabulary_of
 from dflash_jax.models.drafting import Drafting, DraftWindow, check_complete, together
@@ -75,7 +80,7 @@ def compiled_block_sizes(largest: int, block_size: BlockSize, is_stepped: bool) 
     return tuple(sorted({*(b for b in usual if b < largest), largest, *fixed}))
 
 
-class LLM(Generation):
+class LLM(Lifecycle, Generation):
     """A target model and its drafter, ready to generate.
 
     The arguments are those of `LLMConfig`, the options that the commands have, too: docs/flags.md lists them. The names
@@ -87,8 +92,10 @@ class LLM(Generation):
         directory: The target's directory.
         tokenizer: The `Tokenizer`; None where the checkpoint has none.
         defaults: The checkpoint's `SamplingDefaults`.
-        target: The target model.
-        drafters: The drafters.
+        target: The target model. `update_weights` replaces it.
+        drafters: The drafters. Likewise.
+        weight_version: The version of the weights.
+        is_paused: Whether nothing is generated until `resume`.
         draft_names: The name of each: a repo id, the last part of a path, "mtp", "bundled", or the type of an object.
         draft_places: The largest draft length of each that drafts by its name.
         dtype: "float32" or "bfloat16".
@@ -156,7 +163,9 @@ class LLM(Generation):
         self.mem_fraction = given.mem_fraction
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
-        self.drafters, self.media, self.encoder, self._is_loaded = (), None, None, False
+        self.media, self.encoder, self._is_loaded = None, None, False
+        self.weight_version, self.is_paused = FIRST_VERSION, False
+        self._updates, self._on_host, self._engines = 0, None, WeakSet()
         self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
 
     def load(self) -> None:
@@ -166,11 +175,12 @@ class LLM(Generation):
         given, checkpoint = self._given, self._checkpoint
         self.backend = prepare_backend(given.kernels, given.activations, given.reproducible)
         began = time.perf_counter()
-        self.target, self.drafters = load_models(given, checkpoint, self.backend)
+        self.loader = Loader(given, checkpoint, self.backend)
+        target, drafters = self.loader.models()
         self.encoder = load_encoder(given, checkpoint, self.backend)
         self.media = self.encoder and checkpoint.files.media_reader(self.config, self.tokenizer)
-        tower = self.encoder and self.encoder.tower
-        leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafters, tower)))
+        self._models = NewWeights(target, drafters, self.encoder and self.encoder.tower)
+        leaves = jax.block_until_ready(jax.tree.leaves(self._models))
         if self._group is not None:
             self._group.loaded()
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
@@ -180,6 +190,24 @@ class LLM(Generation):
         self._sync_engine, self._is_loaded = SyncEngine(self), True
         # Compiled programs of drafters from memory, by their structure and shapes.
         self._compiled: dict = {}
+
+    @property
+    def target(self) -> Decoder:
+        """The target model."""
+        return self._models.target
+
+    @target.setter
+    def target(self, _: Any) -> None:
+        raise AttributeError(READ_ONLY)
+
+    @property
+    def drafters(self) -> tuple[Drafting, ...]:
+        """The drafters."""
+        return self._models.drafters
+
+    @drafters.setter
+    def drafters(self, _: Any) -> None:
+        raise AttributeError(READ_ONLY)
 
     @property
     def engine(self) -> Engine | None:
@@ -202,14 +230,17 @@ class LLM(Generation):
         check_type("draft", drafter, Drafting)
         config = config_of(drafter)
         config.check_fits(self.config)
+        ids = next(iter(self._checkpoint.draft_vocabularies), None)
         placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype, self.has_fp8_caches)
         if isinstance(placed, Drafter | Mtp):
-            ids = next(iter(self._checkpoint.draft_vocabularies), None)
             placed.vocabulary = draft_vocabulary(placed, ids, self.target, self.dtype, self.drafter)
+        ids = ids if isinstance(placed, Drafter | Mtp) else None
         other = self.with_programs(Executables(self.target, placed))
-        other.drafters = (placed,)
+        other._models = replace(self._models, drafters=(placed,))
         other.largest_block = min(config.block_size, self._given.max_block_size or config.block_size)
         other.draft_names = (type(drafter).__name__,)
+        drafts = {"drafts": (drafter,), "draft_names": other.draft_names, "draft_vocabularies": (ids,)}
+        other.loader = replace(self.loader, checkpoint=replace(self._checkpoint, **drafts))
         other.draft_places = dict.fromkeys(other.draft_names, other.largest_block - 1)
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
@@ -382,7 +413,10 @@ class LLM(Generation):
         memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction, tower, max_total_tokens)
         text = "%d slots of at most %d positions, which share %d pages of %d: %s"
         log.info(text, slots, capacity, memory.counts[0] * programs.data, page_size(capacity), memory)
-        return Engine(self.new_runner(programs, slots, capacity, settings, memory.counts), config, policy)
+        engine = Engine(self.new_runner(programs, slots, capacity, settings, memory.counts), config, policy)
+        engine.version, engine.is_paused = self.weight_version, self.is_paused
+        self._engines.add(engine)
+        return engine
 
     def new_runner(
         self,

@@ -2,11 +2,11 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
 from dflash_jax.checkpoint import smollm2
 from dflash_jax.checkpoint.config_files import published_drafters, read_raw
+from dflash_jax.checkpoint.files import Tensors
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import (
     DRAFT_TOKENS,
@@ -213,35 +214,86 @@ def prepare_backend(kernels: str, activations: str | None = None, reproducible: 
     return replace(backend, fp4_activations=activations == "fp4", reproducible=reproducible)
 
 
-def load_models(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, tuple[Drafting, ...]]:
-    """Loads the weights: (target, drafters)."""
-    dtype = DTYPES[given.dtype_name]
-    directory, overrides = checkpoint.directory, given.hf_overrides
-    quantize = without_format(given.quantize, read_raw(directory, overrides), directory)
-    target = load_target(directory, dtype, given.layout, quantize, backend, overrides)
-    if backend.fp4_activations:
-        _check_fp4(target)
-    if given.has_fp8_caches:
-        target = with_fp8_caches(target, read_kv_scales(directory, checkpoint.config, overrides))
-    target = packed(target, given.dtype_name)
-    drafters: list[Drafting] = []
-    for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
-        if isinstance(draft, Path):
-            overrides = _overrides(given, draft, directory)
-            options = (checkpoint.config, given.layout, backend, quantize, overrides, target.norm.weight[...])
-            drafter = load_drafter(draft, dtype, *options)
-            if isinstance(drafter, Mtp):
-                check_copies(draft, directory)
-            drafter = without_copies(drafter, target)
-            if given.has_fp8_caches:
-                drafter = with_fp8_caches(drafter, read_kv_scales(draft, drafter.config, overrides))
-            drafter = packed(drafter, given.dtype_name)
-        else:
-            drafter = placed_drafter(draft, target, given.layout.mesh(), given.dtype_name, given.has_fp8_caches)
-        if isinstance(drafter, Drafter | Mtp):
-            drafter.vocabulary = draft_vocabulary(drafter, ids, target, given.dtype_name)
-        drafters.append(drafter)
-    return target, tuple(drafters)
+@dataclass(frozen=True)
+class Loader:
+    """Loads the weights of a checkpoint, or others in their place.
+
+    Attributes:
+        given: The options.
+        checkpoint: The checkpoint.
+        backend: Where operations run.
+    """
+
+    given: LLMConfig
+    checkpoint: Checkpoint
+    backend: Backend
+
+    @property
+    def _dtype(self):
+        return DTYPES[self.given.dtype_name]
+
+    @property
+    def quantize(self) -> str | None:
+        """What loading does to weights, as in `load_target`."""
+        directory = self.checkpoint.directory
+        return without_format(self.given.quantize, read_raw(directory, self.given.hf_overrides), directory)
+
+    def models(self) -> tuple[Decoder, tuple[Drafting, ...]]:
+        """The target and its drafters."""
+        target, drafters = self.target(self.checkpoint.directory), list[Drafting]()
+        for draft, ids in zip(self.checkpoint.drafts, self.checkpoint.draft_vocabularies, strict=True):
+            drafter = self.drafter(draft, target)
+            if isinstance(drafter, Drafter | Mtp):
+                drafter.vocabulary = draft_vocabulary(drafter, ids, target, self.given.dtype_name)
+            drafters.append(drafter)
+        return target, tuple(drafters)
+
+    def target(self, directory: Path, like: Decoder | None = None, **options) -> Decoder:
+        """The target of a directory.
+
+        Args:
+            directory: Its directory.
+            like: As of `packed`.
+            **options: ``files`` and ``kept`` of `load_target`.
+        """
+        overrides = self.given.hf_overrides
+        quantize = without_format(self.given.quantize, read_raw(directory, overrides), directory)
+        load = (self._dtype, self.given.layout, quantize, self.backend, overrides)
+        return self.finished(load_target(directory, *load, **options), directory, like)
+
+    def finished(self, target: Decoder, directory: Path, like: Decoder | None = None) -> Decoder:
+        """A target as it runs, with the scales of keys and values of a directory; ``like`` as of `packed`."""
+        if self.backend.fp4_activations:
+            _check_fp4(target)
+        if self.given.has_fp8_caches:
+            scales = read_kv_scales(directory, self.checkpoint.config, self.given.hf_overrides)
+            target = with_fp8_caches(target, scales)
+        return packed(target, self.given.dtype_name, like)
+
+    def drafter(
+        self, draft: Path | Drafting, target: Decoder, like: Drafting | None = None, files: Tensors | None = None
+    ) -> Drafting:
+        """A drafter, without its draft vocabulary.
+
+        Args:
+            draft: Its directory, or a drafter from memory.
+            target: Its target.
+            like: A drafter whose tables of its own it has, and no others; and as of `packed`.
+            files: Its tensors, in place of the directory's.
+        """
+        given, directory = self.given, self.checkpoint.directory
+        if not isinstance(draft, Path):
+            mesh = given.layout.mesh()
+            return placed_drafter(draft, target, mesh, given.dtype_name, given.has_fp8_caches, like)
+        overrides = _overrides(given, draft, directory)
+        options = (self.checkpoint.config, given.layout, self.backend, self.quantize, overrides)
+        drafter = load_drafter(draft, self._dtype, *options, target.norm.weight[...], files)
+        if isinstance(drafter, Mtp) and files is None:
+            check_copies(draft, directory)
+        drafter = without_copies(drafter, target, like)
+        if given.has_fp8_caches:
+            drafter = with_fp8_caches(drafter, read_kv_scales(draft, drafter.config, overrides))
+        return packed(drafter, given.dtype_name, like)
 
 
 def _check_fp4(target: Decoder) -> None:
@@ -273,30 +325,45 @@ def load_encoder(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> 
     return None if tower is None else VisionEncoder(packed(tower, given.dtype_name), layout, given.media_cache_bytes)
 
 
-def packed(module: M, dtype: str) -> M:
-    """``module`` with its weights in the layout that this platform's kernels read fastest."""
+def packed(module: M, dtype: str, like: Any = None) -> M:
+    """``module`` with its weights in the layout that this platform's kernels read fastest.
+
+    Args:
+        module: The module.
+        dtype: "float32" or "bfloat16".
+        like: As of `pack_weights`.
+    """
     if transposes_experts(module.backend):
         return transpose_experts(module)
     devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
     is_wanted = [device.platform for device in devices] == ["cpu"] and dtype == "float32" and module.backend.has_cpp
-    return pack_weights(module) if is_wanted else module
+    return pack_weights(module, like) if is_wanted else module
 
 
-def without_copies(drafter: D, target: Decoder) -> D:
-    """``drafter`` without the tables of its own that equal the target's, which it then uses."""
+def without_copies(drafter: D, target: Decoder, like: Drafting | None = None) -> D:
+    """``drafter`` without the tables of its own that equal the target's, which it then uses.
+
+    With ``like`` it is without those that this drafter lacks, whatever they are.
+    """
     if not isinstance(drafter, Drafter):
         return drafter
     config, embed = drafter.config, target.embed[...]
+    others = like.config if isinstance(like, Drafter) else None
 
     def head() -> Weight:
         if config.draft_vocab_size is not None:
             return head_rows(target, drafter.head_ids[...], target.layout)
         return target.head_weight
 
+    def is_own(has_one: bool, others_has: bool, equals: Callable[[], jax.Array]) -> bool:
+        return has_one and (not equals() if others is None else others_has)
+
+    of_embedding = others is not None and others.own_embedding
+    of_head = others is not None and others.own_head
     config = replace(
         config,
-        own_embedding=config.own_embedding and not _are_equal(drafter.embed[...], embed),
-        own_head=config.own_head and not _are_equal(drafter.head[...], head()),
+        own_embedding=is_own(config.own_embedding, of_embedding, lambda: _are_equal(drafter.embed[...], embed)),
+        own_head=is_own(config.own_head, of_head, lambda: _are_equal(drafter.head[...], head())),
     )
     if config == drafter.config:
         return drafter
@@ -370,8 +437,10 @@ def draft_vocabulary(
     return packed(DraftVocabulary(ids, rows, owner.backend), dtype)
 
 
-def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str, has_fp8_caches: bool) -> D:
-    """A drafter from memory as `load_models` loads one, without its draft vocabulary.
+def placed_drafter(
+    drafter: D, target: Decoder, mesh: Mesh, dtype: str, has_fp8_caches: bool, like: Drafting | None = None
+) -> D:
+    """A drafter from memory as `Loader` loads one, without its draft vocabulary; ``like`` as of `Loader.drafter`.
 
     One that is neither a `Drafter` nor an `Mtp` keeps its arrays as they are. Raises InputError where it is no tree of
     arrays.
@@ -390,7 +459,7 @@ def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str, has_fp8_
         is_leaf=is_weight,
     )
     is_kept = [not path.startswith("vocabulary.") and not is_scale(path) for path in parameter_paths(dense)]
-    leaves = [cast(np.asarray(x), DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
+    leaves = [cast(x, DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
     placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
-    module = without_copies(jax.tree.unflatten(jax.tree.structure(shape), placed), target)
-    return packed(with_fp8_caches(module) if has_fp8_caches else module, dtype)
+    module = without_copies(jax.tree.unflatten(jax.tree.structure(shape), placed), target, like)
+    return packed(with_fp8_caches(module) if has_fp8_caches else module, dtype, like)

@@ -36,6 +36,28 @@ class Timings:
         return self.finished - self.prefilled
 
 
+class WeightVersion(NamedTuple):
+    """The weights that drew some of a continuation's tokens.
+
+    Attributes:
+        version: Their version, as `LLM.update_weights` has it.
+        start: The first of the tokens.
+        end: The place after the last one.
+    """
+
+    version: str
+    start: int
+    end: int
+
+
+def extended(versions: Sequence[WeightVersion], version: str, end: int) -> list[WeightVersion]:
+    """``versions`` of tokens, and ``version`` of those after them, up to ``end``."""
+    *others, last = versions or [WeightVersion(version, 0, 0)]
+    if last.version == version:
+        return [*others, last._replace(end=end)]
+    return [*versions, WeightVersion(version, last.end, end)]
+
+
 class Logprob(NamedTuple):
     """A log-probability in vLLM's form.
 
@@ -97,7 +119,7 @@ class Completion:
         prompt_ids: The prompt's token ids.
         token_ids: The new tokens, with the stop token where one ended the text.
         text: Their text; None without a tokenizer. Of `LLM.chat` without the reasoning.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; "abort" where `LLM.pause` or `LLM.update_weights` has ended it.
         acceptance_lengths: Tokens that each round yielded.
         logprobs: Where asked for, ``{"token_id", "logprob", "top": {token id: logprob}}`` for each token, and
             ``"named"``, of the same form as ``"top"``, for logprob_token_ids. Natural logarithms.
@@ -111,6 +133,7 @@ class Completion:
         reasoning: Of `LLM.chat`: the text of the thought, without its tags; None where there is none.
         prompt_logprobs: Where asked for, in the form of vLLM: a dict of `Logprob` by token id for each token of the
             prompt, and None for the first.
+        weight_versions: The weights that drew the tokens, in order.
     """
 
     prompt_ids: list[int]
@@ -128,6 +151,7 @@ class Completion:
     finished: bool = True
     reasoning: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    weight_versions: list[WeightVersion] = field(default_factory=list)
 
     @property
     def prompt_token_ids(self) -> list[int]:

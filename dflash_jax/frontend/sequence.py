@@ -10,7 +10,7 @@ from dflash_jax.engine.request import Event, Request
 from dflash_jax.engine.statistics import Rounds
 from dflash_jax.engine.token_rules import DraftRecord
 from dflash_jax.frontend.detokenizer import Detokenizer
-from dflash_jax.frontend.outputs import Completion, Timings
+from dflash_jax.frontend.outputs import Completion, Timings, WeightVersion, extended
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.sampling_params import SamplingParams
 
@@ -96,6 +96,7 @@ class TextSequence:
         has_given_seed: Whether the parameters have a seed.
         is_streamed: Whether there are pieces.
         num_tokens: New tokens so far.
+        versions: The weights that drew them.
         yielded: Tokens that each round yielded.
         drafted: Drafts that each verified.
         rounds: The numbers of rounds.
@@ -143,6 +144,7 @@ class TextSequence:
         self._hidden = frozenset(() if params.include_stop_str_in_output else stops)
         self.is_streamed = streamed
         self.num_tokens = 0
+        self.versions: list[WeightVersion] = []
         self.yielded: list[int] = []
         self.drafted: list[int] = []
         self.rounds = Rounds()
@@ -180,6 +182,8 @@ class TextSequence:
     def take(self, event: Event) -> None:
         """Adds an event of the engine."""
         self.num_tokens += len(event.tokens)
+        if event.tokens:
+            self.versions = extended(self.versions, event.version, self.num_tokens)
         self.yielded += event.yielded
         self.drafted += event.drafted or [0] * len(event.yielded)
         self.rounds.update(event.rounds)
@@ -256,6 +260,5 @@ class TextSequence:
         # The checkpoint's own stop tokens are no reason, as in vLLM.
         is_given = isinstance(self.matched, str) or self.matched in r.params.stop_token_ids
         reason = self.matched if is_given else None
-        return Completion(
-            r.prompt, r.tokens, text, r.finish_reason, self.yielded, self.logprobs, timings, r.cached, reason
-        )
+        parts = r.prompt, r.tokens, text, r.finish_reason, self.yielded, self.logprobs, timings, r.cached, reason
+        return Completion(*parts, weight_versions=self.versions)

@@ -13,6 +13,8 @@ from dflash_jax.errors import EngineError
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.ops.cache import PAGE_SIZE
 
+PAUSED = "the LLM is paused: resume() lets it go on, and wake() after sleep()"
+
 
 class _Maker(Protocol):
     """What is used of an `LLM`."""
@@ -73,8 +75,7 @@ class SyncEngine:
             runner = engine.runner
             if runner.programs is programs and runner.capacity >= capacity and runner.slots >= slots:
                 return engine
-            while engine.has_work:
-                self.step()
+            self.finish()
             if runner.programs is programs:
                 capacity, slots = max(capacity, runner.capacity), max(slots, runner.slots)
         # The next engine needs the memory of this one.
@@ -91,10 +92,13 @@ class SyncEngine:
         """Runs one step of the engine and delivers its events.
 
         Raises:
-            EngineError: There is no engine: no sequence was submitted, or the engine was interrupted.
+            EngineError: There is no engine: no sequence was submitted, or the engine was interrupted; or it is paused,
+                and has nothing to deliver.
         """
         if self.engine is None:
             raise EngineError("no engine: submit first")
+        if self.engine.is_paused and not self.engine.has_work:
+            raise EngineError(PAUSED)
         try:
             events = self.engine.step()
         except BaseException:
@@ -103,6 +107,11 @@ class SyncEngine:
             self._router.send_all(EngineError("the engine was interrupted"))
             raise
         self._router.send((event.request, event) for event in events)
+
+    def finish(self) -> None:
+        """Runs all requests to their ends."""
+        while self.engine is not None and self.engine.has_work:
+            self.step()
 
     def leave(self, sequences: Sequence[TextSequence]) -> None:
         """Ends delivery to sequences, and aborts those that have not ended. Keeps what the engine has measured."""

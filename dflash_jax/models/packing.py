@@ -14,17 +14,19 @@ from dflash_jax.parallel.sharding import parameter_attribute
 M = TypeVar("M", bound=nnx.Module)
 
 
-def pack_weights(module: M) -> M:
+def pack_weights(module: M, like: M | None = None) -> M:
     """A float32 module of one CPU with packed weights.
 
     Args:
         module: The module. Its submodules name the parameters to pack in ``matrices()``, parameter → number of its
             contracted last axes. Each packed parameter's arrays are deleted.
+        like: A module that is packed. What has float32 panels there has them here, too, even if it is exact in 16 bits.
 
     Returns:
         The module with packed weights.
     """
     leaves, structure = jax.tree.flatten(module, is_weight)
+    others = [None] * len(leaves) if like is None else jax.tree.leaves(like, is_leaf=is_weight)
     for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_weight)):
         leaf = leaves[i]
         if contracted and not isinstance(leaf, PackedWeight):
@@ -34,7 +36,8 @@ def pack_weights(module: M) -> M:
                 continue
             # By numpy: nothing to compile for each shape.
             whole = jax.tree.map(np.asarray, leaf)
-            leaves[i] = jax.device_put(PackedWeight.of(whole, contracted), arrays[0].device)
+            packed = PackedWeight.of(whole, contracted, getattr(others[i], "has_float_panels", False))
+            leaves[i] = jax.device_put(packed, arrays[0].device)
             for array in arrays:
                 array.delete()
     return jax.tree.unflatten(structure, leaves)

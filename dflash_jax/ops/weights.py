@@ -258,8 +258,19 @@ class PackedWeight:
     dtype = jnp.float32
 
     @classmethod
-    def of(cls, weight: "np.ndarray[Any, np.dtype[np.float32]] | QuantizedWeight", contracted: int) -> "PackedWeight":
-        """Packs a weight [*out, *in] with ``contracted`` axes in *in; the panels are a NumPy array."""
+    def of(
+        cls,
+        weight: "np.ndarray[Any, np.dtype[np.float32]] | QuantizedWeight",
+        contracted: int,
+        has_float_panels: bool = False,
+    ) -> "PackedWeight":
+        """Packs a weight; the panels are a NumPy array.
+
+        Args:
+            weight: The weight, [*out, *in].
+            contracted: How many axes *in has.
+            has_float_panels: Whether panels of a float32 weight are float32 in any case.
+        """
         inputs = math.prod(weight.shape[weight.ndim - contracted :])
         if isinstance(weight, QuantizedWeight):
             rows = jax.tree.map(np.asarray, weight).reshape(math.prod(weight.shape) // inputs, inputs)
@@ -272,7 +283,7 @@ class PackedWeight:
         if inputs % 2:
             matrix = np.pad(matrix, ((0, 0), (0, 1)))
         bits = matrix.view(np.uint32)
-        if not np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
+        if not has_float_panels and not np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
             matrix = bits[..., ::2] >> 16 | bits[..., 1::2]
         return cls(_panels(matrix), weight.shape, contracted)
 
@@ -291,6 +302,11 @@ class PackedWeight:
             words, dtype = form.words(inputs), jnp.uint32
         panels: Any = jax.ShapeDtypeStruct((-(-outputs // LANES), words, LANES), dtype)
         return cls(panels, shape, contracted, form)
+
+    @property
+    def has_float_panels(self) -> bool:
+        """Whether panels are of float32 numbers."""
+        return self.panels.dtype == jnp.float32
 
     @property
     def ndim(self) -> int:

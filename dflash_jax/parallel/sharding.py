@@ -344,12 +344,15 @@ def parameter_specs(module, is_leaf: Callable | None = None) -> list[PartitionSp
 
 
 def place(array: Any, sharding: Sharding) -> jax.Array:
-    """An array of the host's on the mesh, each device (of several hosts) given its part only.
+    """A copy of an array on the mesh, each device (of several hosts) given its part only.
 
     Args:
-        array: A NumPy array, or what has a shape and a dtype and gives parts by an index, each of which is asked once.
+        array: A NumPy array, or what has a shape and a dtype and gives parts by an index, each of which is asked once;
+            or an array of JAX on whatever devices, which goes from device to device.
         sharding: Its sharding.
     """
+    if isinstance(array, jax.Array):
+        return jax.device_put(array, sharding, may_alias=False)
     parts: dict[tuple, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -101,7 +101,7 @@ async def load_here(supervisor: Supervisor) -> int:
 @pytest.fixture
 def nothing_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(llm, "prepare_backend", lambda *_: pytest.fail("kernels were compiled"))
-    monkeypatch.setattr(llm, "load_models", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(llm.Loader, "models", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setattr(Supervisor, "_main", load_here)
     monkeypatch.setattr(smollm2, "fetch_gguf", lambda *_: pytest.fail("a model was downloaded"))
     monkeypatch.chdir(tmp_path)
