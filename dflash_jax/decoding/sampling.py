@@ -472,11 +472,11 @@ def draw(
         if wants_logprobs is None:
             return tokens, None
 
-        def with_logprobs() -> Logprobs:
-            kind = sampling.logprobs_mode
-            is_processed = (kind == PROCESSED) | (kind == PROCESSED_LOGITS)
-            is_scaled = wants_logprobs & (kind == SCALED)
+        kind = sampling.logprobs_mode
+        is_processed = (kind == PROCESSED) | (kind == PROCESSED_LOGITS)
+        is_scaled = wants_logprobs & (kind == SCALED)
 
+        def with_logprobs() -> Logprobs:
             def unscaled() -> Array:
                 return jnp.where(is_processed[:, None, None], processed, logits)
 

@@ -58,7 +58,7 @@ def compare(llm: LLM, prompts: list[list[int]], args) -> list[dict]:
         )
         found = llm.generate(prompts, params, block_size=llm.largest_block if drafts else 1, progress=False)
         texts = [each.token_ids for each in found]
-        sampled = np.array([[entry["logprob"] for entry in each.logprobs] for each in found])
+        sampled = np.array([[entry["logprob"] for entry in each.logprobs or ()] for each in found])
         target = with_backend(llm.target, Backend.xla())
         whole = jnp.asarray([[*each.prompt_ids, *each.token_ids] for each in found])
         trained = np.asarray(teacher_forced(target, whole, args.temperature))[:, PROMPT - 1 :]

@@ -24,7 +24,7 @@ NAMED = (5, 300)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(dtype="float32", slots=8)
+    return LLM(dtype="float32", slots=8, max_len=512)
 
 
 def teacher_forced(llm, texts: list[list[int]]) -> np.ndarray:
@@ -165,10 +165,10 @@ def test_scoring_draws_nothing_and_takes_no_seed(llm, monkeypatch):
     assert llm.score(np.array(llm.encode("def f(x):")), np.array(llm.encode(text)[5:]))[0]
     assert llm.score(["x", "y"], [np.array([]), ()]) == [[], []]
     assert llm.score([], []) == []
+    assert llm.engine.statistics.new_tokens == tokens
     whole = llm.encode("x") * llm.max_len
     assert len(llm.score([whole[:10]], [whole[10:]])[0]) == llm.max_len - 10
     assert llm._seeds.getstate() == before
-    assert llm.engine.statistics.new_tokens == tokens
     assert not llm.engine.has_work
 
 
