@@ -118,7 +118,6 @@ class Prompt(Part):
         params: Fields of `SamplingParams`.
         block_size: Tokens that a round may yield, or "auto".
         priority: Lower values go first, of one client.
-        prompt_logprobs: Likeliest tokens to report for each prompt token; None: no report.
         cache_salt: Only prompts with the same salt share prefixes.
         form: The text's form; None: any.
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
@@ -134,7 +133,6 @@ class Prompt(Part):
     params: dict[str, Any]
     block_size: BlockSize
     priority: int = 0
-    prompt_logprobs: int | None = None
     cache_salt: str = ""
     form: Form | None = None
     thought: str = "none"

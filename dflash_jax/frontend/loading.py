@@ -213,6 +213,7 @@ def _files(given: LLMConfig, directory: Path) -> ModelFiles:
         hf_overrides=given.hf_overrides,
         generation_config=str(given.generation_config),
         sampling_defaults=given.sampling_defaults,
+        logprobs_mode=given.logprobs_mode,
         limit_mm_per_prompt=given.limit_mm_per_prompt,
         allowed_media_domains=tuple(given.allowed_media_domains or ()),
         allowed_local_media_path=None if local is None else str(local),

@@ -528,7 +528,6 @@ class FrontConnection:
                 ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),
                 client=record.client,
                 priority=prompt.priority,
-                prompt_logprobs=prompt.prompt_logprobs,
                 cache_salt=prompt.cache_salt,
                 media=media,
                 preparation=prompt.preparation,
