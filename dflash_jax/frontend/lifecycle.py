@@ -29,6 +29,7 @@ IN_FLIGHT = ("recompute", "wait", "abort")
 PAUSES = ("keep", "wait", "abort")
 # What takes memory on the devices, by the names of vLLM and SGLang.
 TAGS = ("weights", "kv_cache")
+ON_HOST = "the weights sleep on the host: wake(['weights']) brings them back; before new ones, sleep(2) drops them"
 DROPPED = "the weights were dropped by sleep(2): update_weights() gives new ones"
 READ_ONLY = "the models of an LLM cannot be set: update_weights() gives them new weights"
 T = TypeVar("T")
@@ -82,7 +83,8 @@ class Lifecycle:
 
         Raises:
             InputError: A name, a shape or an argument is wrong. Then nothing is changed.
-            EngineError: The model runs on several processes.
+            EngineError: The model runs on several processes, its weights sleep on the host, or requests are to be
+                finished in a pause. Then nothing is changed either.
         """
         _check_choice("in_flight", in_flight, IN_FLIGHT)
         _check_version(version)
@@ -102,6 +104,8 @@ class Lifecycle:
         self._check_alone()
         if weights is None and drafter is None:
             raise InputError("weights and drafter are None: give one of them")
+        if self._on_host is not None:
+            raise EngineError(ON_HOST)
         if partial and self.lacks_weights:
             raise InputError(f"partial is True: {DROPPED}")
         return Renewal(self.loader, self._models, partial, self.lacks_weights).of(weights, drafter)
@@ -117,7 +121,6 @@ class Lifecycle:
                 engine.abort_all()
             engine.forget()
             engine.version = self.weight_version
-        self._on_host = None
         self._install(new)
         return self.weight_version
 
@@ -144,9 +147,9 @@ class Lifecycle:
 
         Raises:
             InputError: A name is of no tensor of the target.
+            EngineError: The LLM sleeps.
         """
-        if self.lacks_weights:
-            raise InputError(DROPPED)
+        self._check_awake()
         directory = self.loader.checkpoint.directory
         entries = read_entries(directory, (converted_names if is_orbax(directory) else tensor_names)(directory))
         known = {tensor.name for entry in entries for tensor in entry.tensors}
@@ -167,10 +170,9 @@ class Lifecycle:
         """SHA-256 of each parameter as it is computed with, by our name; a drafter's begins with its own name.
 
         Raises:
-            InputError: The weights were dropped.
+            EngineError: The LLM sleeps.
         """
-        if self.lacks_weights:
-            raise InputError(DROPPED)
+        self._check_awake()
         sums = {}
         for name, model in (("", self.target), *zip(self.draft_names, self.drafters, strict=True)):
             weights = jax.tree.leaves(model, is_leaf=is_weight)
@@ -180,6 +182,10 @@ class Lifecycle:
                     digest.update(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data)
                 sums[f"{name}/{path}" if name else path] = digest.hexdigest()
         return sums
+
+    def _check_awake(self) -> None:
+        if self.lacks_weights:
+            raise EngineError(DROPPED if self._on_host is None else ON_HOST)
 
     # Pauses.
 
@@ -290,7 +296,7 @@ def _check_version(version: Any) -> None:
 
 
 def _check_tags(tags: Any) -> None:
-    if isinstance(tags, str) or not set(tags) <= set(TAGS):
+    if not isinstance(tags, list | tuple | set | frozenset) or not all(tag in TAGS for tag in tags):
         raise wrong("tags", tags, f"a list of {' and '.join(TAGS)}")
 
 
