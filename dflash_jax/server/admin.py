@@ -458,7 +458,7 @@ async def get_weights_by_name(http: Request, body: GetWeights):
     return JsonAnswer(row.tolist() for row in numbers)
 
 
-@router.post("/weights_checker", response_model=None)
+@router.post("/weights_checker", responses={400: {"model": Flushed}}, response_model=None)
 async def weights_checker(http: Request, body: WeightsChecker):
     """SGLang's checksums; its other actions are refused."""
     if body.action != "checksum":

@@ -48,6 +48,8 @@ def tensors_of(data: np.ndarray) -> dict[str, np.ndarray]:
         entries = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in header.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise InputError(f"the header of the safetensors is malformed: {e}") from None
+    if not entries:
+        raise InputError("the safetensors have no tensor")
     content, at, tensors = data[8 + size :], 0, dict[str, np.ndarray]()
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in DTYPES:
