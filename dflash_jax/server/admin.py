@@ -245,20 +245,19 @@ async def start_draft_weight_update(http: Request):
     return JsonResponse({"message": "Draft weight update started"})
 
 
-BYTES_SCHEMA = {
+_INFO = {"type": "object", "required": ["update_info"], "properties": {"update_info": UpdateInfo.model_json_schema()}}
+UPDATE_BODY = {
     "requestBody": {
         "required": True,
         "content": {
             BYTES_TYPE.decode(): {"schema": {"type": "string", "format": "binary"}},
-            "application/json": {
-                "schema": UpdateWeights.model_json_schema(ref_template="#/components/schemas/{model}")
-            },
+            "application/json": {"schema": _INFO},
         },
     }
 }
 
 
-@router.post("/update_weights", responses={200: {"model": Message}}, response_model=None)
+@router.post("/update_weights", responses={200: {"model": Message}}, response_model=None, openapi_extra=UPDATE_BODY)
 async def update_weights(http: Request):
     """New weights: a part of an update that has begun, or by themselves.
 

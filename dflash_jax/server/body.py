@@ -41,8 +41,9 @@ CLIENT_SHARE = 0.5
 # are 48 MB, would take the parser three times as long as their bytes.
 ESCAPE_SHARE = 0.25
 # Fields of a body below which images, videos and tensors are, the fields between, and those of their URLs or base64.
-MEDIA_ROOTS = frozenset({"messages", "input", "image_data", "video_data", "serialized_named_tensors"})
-MEDIA_SOURCES = frozenset({"url", "data", *MEDIA_ROOTS - {"messages", "input"}, *(key for _, key in TYPES.values())})
+_DATA = ("image_data", "video_data", "serialized_named_tensors")
+MEDIA_ROOTS = frozenset({"messages", "input", "update_info", *_DATA})
+MEDIA_SOURCES = frozenset({"url", "data", *_DATA, *(key for _, key in TYPES.values())})
 MEDIA_FIELDS = MEDIA_SOURCES | {"content", "output", "source"}
 
 

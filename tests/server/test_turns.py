@@ -331,9 +331,10 @@ LARGE = save({f"x{i}": np.zeros(2**20, np.uint8) for i in range(LIMITS.media_bod
         ("/update_weights", LARGE),
         ("/update_weights_from_tensor", NAMED),
         ("/update_weights_from_tensor", LARGE),
+        ("update_info", LARGE),
         ("/abort_requests", None),
     ],
-    ids=["names", "bytes", "names in base64", "bytes in base64", "requests"],
+    ids=["names", "bytes", "names in base64", "bytes in base64", "bytes in a field", "requests"],
 )
 def test_no_turn_of_an_administrator_is_long(mock, path, tensors):
     key = {"Authorization": "Bearer root"}
@@ -341,6 +342,9 @@ def test_no_turn_of_an_administrator_is_long(mock, path, tensors):
         check(mock, "POST", path, tensors, 400, **key, **{"Content-Type": "application/octet-stream"})
     elif tensors is None:
         check(mock, "POST", path, json.dumps({"request_ids": ["x"] * MANY}).encode(), **key)
+    elif path == "update_info":
+        body = {path: {"serialized_named_tensors": base64.b64encode(tensors).decode()}}
+        check(mock, "POST", "/update_weights", json.dumps(body).encode(), 400, **key)
     else:
         body = {"serialized_named_tensors": [base64.b64encode(tensors).decode()]}
         check(mock, "POST", path, json.dumps(body).encode(), 400, **key)
