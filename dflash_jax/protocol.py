@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.media import UnencodedMedia
-from dflash_jax.engine.request import Times
+from dflash_jax.engine.request import FIRST_VERSION, Times
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from dflash_jax.sampling_params import SamplingParams
@@ -118,7 +118,6 @@ class Prompt(Part):
         params: Fields of `SamplingParams`.
         block_size: Tokens that a round may yield, or "auto".
         priority: Lower values go first, of one client.
-        prompt_logprobs: Likeliest tokens to report for each prompt token; None: no report.
         cache_salt: Only prompts with the same salt share prefixes.
         form: The text's form; None: any.
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
@@ -134,7 +133,6 @@ class Prompt(Part):
     params: dict[str, Any]
     block_size: BlockSize
     priority: int = 0
-    prompt_logprobs: int | None = None
     cache_salt: str = ""
     form: Form | None = None
     thought: str = "none"
@@ -198,6 +196,22 @@ class Abort(Record):
     name: str | None
 
 
+class Manage(Record):
+    """Changes the weights of the engine, pauses it, or takes its memory; `Answered` or `Failed` answers.
+
+    Attributes:
+        number: Of the call.
+        action: A method of `server.management.Management`.
+        arguments: Its arguments, by name.
+        tensors: The bytes of a safetensors file, where the action has such; uint8.
+    """
+
+    number: int
+    action: str
+    arguments: dict[str, Any]
+    tensors: np.ndarray | None = None
+
+
 class Ask(Record):
     """Asks for "figures" or "metrics", to "flush" or "reset" prefixes, or whether the engine does "generate".
 
@@ -246,10 +260,21 @@ class Hello(Record):
 
 
 class State(Record):
-    """Whether the engine takes requests, and why it has failed; sent whenever that changes."""
+    """Whether the engine takes requests, and why it has failed; sent whenever something of it changes.
+
+    Attributes:
+        is_ready: Whether the warm-up has ended.
+        failure: Why it has failed; None while it works.
+        version: The version of its weights.
+        rest: "paused" or "sleeping" where nothing is generated until an administrator says so; else "".
+        refuses: Whether requests are refused meanwhile.
+    """
 
     is_ready: bool
     failure: str | None
+    version: str = FIRST_VERSION
+    rest: str = ""
+    refuses: bool = False
 
 
 class Begun(Record):
@@ -299,6 +324,7 @@ class Event(Part):
         proposals: Where recorded, the drafts of each round.
         times: When the request reached each stage, where that is new.
         cached: Prompt tokens that came from the prefix cache; with the first event.
+        version: The version of the weights that drew the tokens; None: as of the event before.
     """
 
     number: int
@@ -312,6 +338,7 @@ class Event(Part):
     proposals: list[list[int]] | None = None
     times: Times | None = None
     cached: int = 0
+    version: str | None = None
 
 
 class Scores(Record):
@@ -340,7 +367,7 @@ class Events(Record):
     events: list[Event]
 
 
-FromFront = Submit | Compile | Leave | Abort | Ask
+FromFront = Submit | Compile | Leave | Abort | Manage | Ask
 FromEngine = Hello | State | Begun | Answered | Failed | Scores | Events
 
 # The exceptions that cross, by kind.

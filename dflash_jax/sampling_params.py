@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from dflash_jax.argument_checks import caller_names, check_fields, has_type, is_text, plain, shown, unknown, wrong
 from dflash_jax.errors import InputError
@@ -42,11 +42,15 @@ OTHER_PARAMETERS: dict[str, tuple[tuple, str]] = {
     "logits_processors": (([], ()), "give logit_bias, allowed_token_ids or LLM.new_sequence(mask=...)"),
     "num_beams": ((1,), "there is no beam search: give n"),
     "output_kind": ((), "generate() returns whole continuations: use stream() or pieces()"),
-    "prompt_logprobs": ((False,), "the server has it"),
     "spaces_between_special_tokens": ((True,), "the tokenizer decides"),
     "structured_outputs": ((), "the server has it; here give LLM.new_sequence(mask=...)"),
     "truncate_prompt_tokens": ((), "shorten the token ids: LLM.encode(prompt)[-n:]"),
 }
+# What is reported as log-probabilities: the names of vLLM, and "scaled_logprobs" for SGLang's rule.
+LogprobsMode: TypeAlias = Literal[
+    "raw_logprobs", "processed_logprobs", "scaled_logprobs", "raw_logits", "processed_logits"
+]
+LOGPROBS_MODES: tuple[str, ...] = get_args(LogprobsMode)
 T = TypeVar("T")
 
 
@@ -106,7 +110,7 @@ class SamplingParams:
         logit_bias: Token id → value added to its logit.
         seed: The same seed gives the same text, with or without a drafter, alone or in a batch; None takes a random
             one.
-        max_tokens: New tokens, at most; None is as many as fit after the prompt.
+        max_tokens: New tokens, at most; None is as many as fit after the prompt, and 0 only reads the prompt.
         stop: Strings that end the text, and are not part of it.
         stop_regex: Regular expressions (RE2's) whose matches end the text. Matches of at most 256 characters are
             found; their last 64 characters are not part of the text.
@@ -119,7 +123,12 @@ class SamplingParams:
         allowed_token_ids: The only tokens that the output may contain.
         logprobs: Reports the log-probability of each token, and those of this many likeliest tokens.
         logprob_token_ids: Reports the log-probabilities of these tokens too.
-        logprobs_mode: Of the "raw" distribution, or of the "processed" one after bias, penalties, temperature and cuts.
+        logprobs_mode: What ``logprobs`` reports: "raw_logprobs" of the model's distribution, "processed_logprobs" of
+            the one that is drawn from (after bias, penalties, mask, temperature and cuts), "scaled_logprobs" of it
+            before the cuts (top_k, top_p, min_p), or "raw_logits" and "processed_logits", which are not normalised.
+            "raw" and "processed" are short for the first two. None is the mode of the `LLM`, "raw_logprobs" by default.
+        prompt_logprobs: Reports the log-probability of each token of the prompt after the first, and those of this many
+            likeliest tokens. They are raw in every mode, and logits in the modes of logits.
         n: Continuations of the prompt; their seeds are seed, seed + 1 and so on.
 
     None for a collection is an empty one. ``max_new_tokens`` (for max_tokens), ``min_new_tokens``,
@@ -150,8 +159,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] | list[int] = ()
-    logprobs_mode: str = "raw"
+    logprobs_mode: str | None = None
     n: int = 1
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         self._normalise()
@@ -170,16 +180,17 @@ class SamplingParams:
         check("repetition_penalty", lambda v: 1 / MAX_FACTOR <= v <= MAX_FACTOR, f"above 0 and at most {MAX_FACTOR:g}")
         for name in ("frequency_penalty", "presence_penalty"):
             check(name, lambda v: abs(v) <= MAX_FACTOR, f"a number between -{MAX_FACTOR:g} and {MAX_FACTOR:g}")
-        check("max_tokens", lambda v: v >= 1, "1 or more")
+        check("max_tokens", lambda v: v >= 0, "0 or more")
         if self.max_tokens is None:
             check("min_tokens", lambda v: v >= 0, "0 or more")
         else:
             most = f"between 0 and max_tokens, which is {shown(self.max_tokens)}"
             check("min_tokens", lambda v: 0 <= v <= self.max_tokens, most)
-        check("logprobs", lambda v: v >= 0, "0 or more")
+        for name in ("logprobs", "prompt_logprobs"):
+            check(name, lambda v: v >= 0, "0 or more")
         check("seed", lambda v: 0 <= v < 2**32, "between 0 and 4294967295")
         check("n", lambda v: 1 <= v <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
-        check("logprobs_mode", lambda v: v in ("raw", "processed"), "'raw' or 'processed'")
+        check("logprobs_mode", lambda v: v in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}")
         for name in ("stop", "stop_regex", "bad_words"):
             check(name, all, "strings, none of them empty")
             check(name, lambda v: all(map(is_text, v)), "text that UTF-8 can hold")
@@ -212,7 +223,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", biases)
 
     def _normalise(self) -> None:
-        """None as an empty collection, a string as one of several, and -1 for top_k as 0."""
+        """None as an empty collection, a string as one of several, -1 for top_k as 0, and short modes in full."""
         for each in fields(self):
             value = getattr(self, each.name)
             if value is None and (each.default == () or each.default_factory is dict):
@@ -221,6 +232,8 @@ class SamplingParams:
                 object.__setattr__(self, each.name, (value,))
         if has_type(self.top_k, int) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.logprobs_mode in ("raw", "processed"):
+            object.__setattr__(self, "logprobs_mode", f"{self.logprobs_mode}_logprobs")
 
     @property
     def wants_logprobs(self) -> bool:
@@ -241,7 +254,8 @@ class SamplingParams:
         outside = [i for i in given if not 0 <= i < vocab]
         if outside:
             raise InputError(f"token id {shown(outside[0])} is out of vocabulary: ids are 0 to {vocab - 1}")
-        if self.logprobs is not None and self.logprobs > vocab:
-            raise wrong("logprobs", self.logprobs, f"at most the vocabulary's {vocab}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None and count > vocab:
+                raise wrong(name, count, f"at most the vocabulary's {vocab}")
         if len(self.logit_bias) > MAX_BIAS:
             raise InputError(f"logit_bias has {len(self.logit_bias)} tokens: at most {MAX_BIAS} are possible")

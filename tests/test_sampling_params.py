@@ -15,7 +15,7 @@ def llm():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be 1 or more"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1: it must be 0 or more"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1: it must be between 0 and max_tokens, which is 256"),
         (
             {"max_tokens": HUGE, "min_tokens": -1},

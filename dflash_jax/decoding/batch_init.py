@@ -115,8 +115,18 @@ def init_state(
     )
 
 
-_INTS = ("prompt_length", "num_resumed", "limit", "rope_delta", "draft_window", "draft_sinks", "top_k", "seed")
-_FLAGS = ("wants_logprobs", "processed_logprobs")
+_INTS = (
+    "prompt_length",
+    "num_resumed",
+    "limit",
+    "rope_delta",
+    "draft_window",
+    "draft_sinks",
+    "top_k",
+    "seed",
+    "logprobs_mode",
+)
+_FLAGS = ("wants_logprobs",)
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 
 
@@ -134,8 +144,8 @@ class Admission:
         bias_values: Their biases, float32 [MAX_BIAS].
         logprob_ids: Tokens whose log-probabilities are recorded, int32 [MAX_LOGPROBS], padded with -1.
         ints: int32: prompt_length, num_resumed (the last tokens of the prompt, which count as output), limit,
-            rope_delta, draft_window, draft_sinks, top_k, and the bits of seed.
-        flags: bool: wants_logprobs, processed_logprobs.
+            rope_delta, draft_window, draft_sinks, top_k, the bits of seed, and logprobs_mode.
+        flags: bool: wants_logprobs.
         floats: float32: temperature, top_p, min_p, repetition, frequency, presence.
     """
 
@@ -239,6 +249,7 @@ def admit(target: Decoder, state: DecodeState, slots: Int[Array, "1"], admission
         seed=seed,
         logprob_ids=admission.logprob_ids[None],
         top_k=ints.pop("top_k"),
+        logprobs_mode=ints.pop("logprobs_mode"),
     ).with_tables(bias[None], counts(is_prompt), counts(is_known & ~is_prompt))
     zero = jnp.zeros_like(one.num_cached)
     target_caches = tuple(c if isinstance(c, KVCache) else c.cleared() for c in one.target)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decoding.sampling import Logprobs, compute_logprobs
+from dflash_jax.decoding.sampling import Logprobs, compute_logprobs, scale_logits
+from dflash_jax.decoding.sampling_state import SCALED_PROMPT
 from dflash_jax.decoding.state import DecodeState
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import ContextTokens, Drafting, extended_contexts
@@ -101,13 +102,16 @@ def score_chunk(
         media: As in `prefill_chunk`.
 
     Returns:
-        The state, and raw `Logprobs` [B, size] of the token after each one that is fed.
+        The state, and `Logprobs` [B, size] of the token after each one that is fed: raw, but by the temperature where
+        the mode is SCALED_PROMPT.
     """
     n = jnp.minimum(jnp.maximum(state.prompt_length - 1 - state.num_cached, 0), n)
     embeddings, rotary = _inputs(target, state, size, media)
     hidden, _, caches = target.extend(embeddings, state.target, state.num_cached, n, (), rotary)
     logits, next_tokens = target.logits(hidden), replace(state, num_cached=state.num_cached + 1).uncached_tokens(size)
-    sampling = replace(state.sampling, processed_logprobs=jnp.zeros_like(state.sampling.processed_logprobs))
-    logprobs = compute_logprobs(logits, logits, next_tokens, sampling, top)
+    sampling = state.sampling
+    is_scaled = sampling.logprobs_mode == SCALED_PROMPT
+    scaled = scale_logits(logits, replace(sampling, temperature=jnp.where(is_scaled, sampling.temperature, 0.0)))
+    logprobs = compute_logprobs(scaled, next_tokens, sampling, top)
     after = replace(state, target=caches, num_cached=state.num_cached + n)
     return after.restart_draft_contexts(state, ()), logprobs

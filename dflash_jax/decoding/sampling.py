@@ -19,7 +19,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, TABLES, SamplingState, sampling_mode
+from dflash_jax.decoding.sampling_state import (
+    GREEDY,
+    PENALISED,
+    PROCESSED,
+    PROCESSED_LOGITS,
+    RAW_LOGITS,
+    SCALED,
+    TABLES,
+    SamplingState,
+    sampling_mode,
+)
 from dflash_jax.models.selector import Candidates
 from dflash_jax.ops.sampling_noise import gumbel_noise
 from dflash_jax.parallel.sharding import UNSHARDED
@@ -109,11 +119,11 @@ def apply_penalties(
     return logits - sampling.presence[:, None, None] * (output > 0)
 
 
-def _apply_filters(logits: Float[Array, "B T V"], sampling: SamplingState) -> Float[Array, "B T V"]:
-    """Temperature, top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), in this order.
+def scale_logits(logits: Float[Array, "B T V"], sampling: SamplingState) -> Float[Array, "B T V"]:
+    """Logits over the temperature, float32 [B, T, V]; those of greedy sequences stay.
 
-    Removed tokens get -inf; ties at a threshold stay. A temperature that is too small for float32 is replaced by the
-    smallest that is not, with which the likeliest token is drawn, too.
+    A temperature that is too small for float32 is replaced by the smallest that is not, with which the likeliest token
+    is drawn, too.
     """
     vocab = sampling.vocab
     is_greedy = (sampling.temperature <= 0)[:, None, None]
@@ -121,7 +131,17 @@ def _apply_filters(logits: Float[Array, "B T V"], sampling: SamplingState) -> Fl
     # Without an allowed token, the largest is -inf.
     smallest = jnp.where(jnp.isfinite(largest), jnp.abs(largest) / _MAX_SCALED, 0.0)
     divisor = jnp.where(is_greedy, 1.0, jnp.maximum(sampling.temperature[:, None, None], smallest))
-    logits = logits / divisor
+    return logits / divisor
+
+
+def _apply_filters(logits: Float[Array, "B T V"], sampling: SamplingState) -> Float[Array, "B T V"]:
+    """Temperature, top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), in this order.
+
+    Removed tokens get -inf; ties at a threshold stay.
+    """
+    vocab = sampling.vocab
+    is_greedy = (sampling.temperature <= 0)[:, None, None]
+    logits = scale_logits(logits, sampling)
 
     def filtered(logits: Array) -> Array:
         # Without top-k, k is more than the vocabulary: no set is enough, and the threshold is the lowest.
@@ -164,6 +184,23 @@ def _apply_mask(
     return jnp.where(allowed, logits, -jnp.inf)
 
 
+def _apply_rules(
+    logits: Float[Array, "B T V"],
+    sampling: SamplingState,
+    block: Int[Array, "B T"] | None,
+    num_known: Int[Array, " B"] | None,
+    mask: UInt32[Array, "B T words"] | None,
+    mode: Int[Array, " B"],
+) -> Float[Array, "B T V"]:
+    """Bias, penalties and mask: `process_logits` before the temperature."""
+
+    def penalised(x: Array) -> Array:
+        return apply_penalties(x, sampling, block, num_known)
+
+    logits = jax.lax.cond((mode == PENALISED).any(), penalised, lambda x: x, logits)
+    return _apply_mask(logits, sampling, mask)
+
+
 def process_logits(
     logits: Float[Array, "B T V"],
     sampling: SamplingState,
@@ -186,13 +223,8 @@ def process_logits(
     Returns:
         Logits of the distribution that is drawn from, float32 [B, T, V]. Greedy sequences take its arg-max.
     """
-    is_penalised = (sampling_mode(sampling) if mode is None else mode) == PENALISED
-
-    def penalised(x: Array) -> Array:
-        return apply_penalties(x, sampling, block, num_known)
-
-    logits = jax.lax.cond(is_penalised.any(), penalised, lambda x: x, logits)
-    logits = _apply_mask(logits, sampling, mask)
+    mode = sampling_mode(sampling) if mode is None else mode
+    logits = _apply_rules(logits, sampling, block, num_known, mask, mode)
     return jax.lax.cond((sampling.temperature > 0).any(), lambda x: _apply_filters(x, sampling), lambda x: x, logits)
 
 
@@ -253,7 +285,7 @@ def draw_processed(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities in nats at some positions.
+    """Log-probabilities in nats at some positions, or logits in their modes.
 
     Attributes:
         chosen: Log-probability of the drawn token, float32 [..., T].
@@ -279,8 +311,7 @@ class Logprobs:
 
 
 def compute_logprobs(
-    raw: Float[Array, "B T V"],
-    processed: Float[Array, "B T V"],
+    logits: Float[Array, "B T V"],
     tokens: Int[Array, "B T"],
     sampling: SamplingState,
     top: int,
@@ -288,8 +319,7 @@ def compute_logprobs(
     """Log-probabilities of drawn tokens.
 
     Args:
-        raw: Raw logits, float32 [B, T, V].
-        processed: Processed logits, float32 [B, T, V], for sequences with ``processed_logprobs``.
+        logits: Those of the sequence's ``logprobs_mode``, float32 [B, T, V].
         tokens: Drawn tokens, int [B, T].
         sampling: Options.
         top: Most likely tokens at each position.
@@ -297,10 +327,11 @@ def compute_logprobs(
     Returns:
         `Logprobs` [B, T].
     """
-    logits = jnp.where(sampling.processed_logprobs[:, None, None], processed, raw)
-    vocab = sampling.vocab
+    vocab, mode = sampling.vocab, sampling.logprobs_mode
+    are_logits = ((mode == RAW_LOGITS) | (mode == PROCESSED_LOGITS))[:, None, None]
     shifted = logits - vocab.max(logits.max(-1, keepdims=True))
     values = shifted - jnp.log(vocab.sum(jnp.exp(shifted).sum(-1, keepdims=True)))
+    values = jnp.where(are_logits, logits, values)
 
     def of(ids: Array) -> Array:
         local, is_local = vocab.local(ids, logits.shape[-1])
@@ -441,8 +472,21 @@ def draw(
         if wants_logprobs is None:
             return tokens, None
 
+        kind = sampling.logprobs_mode
+        is_processed = (kind == PROCESSED) | (kind == PROCESSED_LOGITS)
+        is_scaled = wants_logprobs & (kind == SCALED)
+
         def with_logprobs() -> Logprobs:
-            return compute_logprobs(logits, processed, tokens, sampling, top)
+            def unscaled() -> Array:
+                return jnp.where(is_processed[:, None, None], processed, logits)
+
+            def scaled() -> Array:
+                # What the cuts have removed is computed again: to keep it would take memory of every round.
+                ruled = _apply_rules(logits, sampling, block, num_known, mask, mode)
+                return jnp.where(is_scaled[:, None, None], scale_logits(ruled, sampling), unscaled())
+
+            reported = jax.lax.cond(is_scaled.any(), scaled, unscaled)
+            return compute_logprobs(reported, tokens, sampling, top)
 
         return tokens, jax.lax.cond(wants_logprobs.any(), with_logprobs, no_logprobs)
 

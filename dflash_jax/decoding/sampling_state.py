@@ -38,7 +38,7 @@ class SamplingState:
         presence: Presence penalty over the output, float32 [B]; 0 is off.
         seed: uint32 [B].
         wants_logprobs: Whether log-probabilities are recorded, bool [B].
-        processed_logprobs: Whether they are those of the processed distribution, bool [B].
+        logprobs_mode: What they are: an index of LOGPROBS_MODES, or `SCALED_PROMPT`, int32 [B].
         logprob_ids: Tokens whose log-probabilities are recorded beside the most likely ones, int32 [B, MAX_LOGPROBS],
             padded with -1.
         logit_bias: Table, float32 [slots, V].
@@ -58,7 +58,7 @@ class SamplingState:
     presence: Float[Array, " B"]
     seed: UInt32[Array, " B"]
     wants_logprobs: Bool[Array, " B"]
-    processed_logprobs: Bool[Array, " B"]
+    logprobs_mode: Int[Array, " B"]
     logprob_ids: Int[Array, "B named"]
     logit_bias: Float[Array, "slots V"]
     prompt_counts: Int[Array, "slots V"]
@@ -96,7 +96,7 @@ class SamplingState:
             presence=full(0),
             seed=full(0, np.uint32),
             wants_logprobs=full(True, bool),
-            processed_logprobs=full(False, bool),
+            logprobs_mode=full(RAW, np.int32),
             logprob_ids=jnp.full((slots, MAX_LOGPROBS), -1, jnp.int32),
             logit_bias=jnp.zeros((slots, vocab_size)),
             prompt_counts=jnp.zeros((slots, vocab_size), jnp.int32),
@@ -186,6 +186,9 @@ class SamplingState:
 TABLES = ("logit_bias", "prompt_counts", "output_counts")
 OPTIONS = tuple(f.name for f in fields(SamplingState) if f.name not in (*TABLES, "slots", "vocab", "backend"))
 
+# Values of logprobs_mode, in the order of LOGPROBS_MODES. SCALED_PROMPT is that of a prompt that is only scored, by its
+# temperature.
+RAW, PROCESSED, SCALED, RAW_LOGITS, PROCESSED_LOGITS, SCALED_PROMPT = range(6)
 # Values of `sampling_mode`.
 GREEDY, RANDOM, PENALISED = range(3)
 

@@ -15,7 +15,7 @@ from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.masking import WAIT_S as MASK_WAIT_S
 from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import ModelRunner
-from dflash_jax.engine.request import NO_SLOT, Event, Request, RequestLimits, Times
+from dflash_jax.engine.request import FIRST_VERSION, NO_SLOT, Event, Request, RequestLimits, Times
 from dflash_jax.engine.results import Results, as_failure, reason, take_scores
 from dflash_jax.engine.scheduler import DecodeScheduler
 from dflash_jax.engine.slots import Slots
@@ -27,8 +27,6 @@ log = logging.getLogger("dflash_jax")
 
 # Seconds that a step without other work waits for a late mask, or for a program that is being compiled.
 WAIT_S = 0.005
-# The version of the weights that an engine begins with, as SGLang names it.
-FIRST_VERSION = "default"
 # Requests that may have a slot or wait, if many clients use their shares, over those of one client.
 MOST_SHARES = 2
 
@@ -135,7 +133,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises InputError for a request that can never run on this engine."""
         r = request
-        self.limits.check(r.prompt, r.params, r.block_size, r.stops, r.prompt_logprobs)
+        self.limits.check(r.prompt, r.params, r.block_size, r.stops)
 
     def check_queue(self, unfinished: Mapping[Hashable, int], client: Hashable, new: int = 1) -> None:
         """Checks that further requests may wait: all that have not ended have a slot or a place in the queue.
@@ -339,9 +337,12 @@ class Engine:
             if self.runner.aligned:
                 # The place of a draft in its block counts from the tokens that are known.
                 self._events += self._rest()
-        can_mask = self._scheduler.can_mask()
-        late = [r for r in self._scheduler.requests if r.mask and not (can_mask and not self._masking.is_late(r))]
-        absent = [r for r in self._scheduler.requests if not r.is_resident and r not in late]
+        # Without new tokens, only the prompt is read.
+        absent = [r for r in self._scheduler.requests if not r.params.max_tokens]
+        self._events += [self._end(r, "length") for r in absent if r.is_read]
+        can_mask, others = self._scheduler.can_mask(), [r for r in self._scheduler.requests if r not in absent]
+        late = [r for r in others if r.mask and not (can_mask and not self._masking.is_late(r))]
+        absent += [r for r in others if not r.is_resident and r not in late]
         while batch := self._scheduler.batch(late + absent):
             dispatch = self._scheduler.plan(batch)
             if any(r.mask for r in batch):
@@ -398,7 +399,7 @@ class Engine:
         assert self._outcome is None, "the rest of the last results is not taken"
         ticket, began, events = self._tickets.popleft(), self.runner.clock, []
         for request, handle in ticket.prefills:
-            if request.prompt_logprobs is None or len(request.prompt_entries) == len(request.prompt) - 1:
+            if request.is_read:
                 self.runner.wait(handle)
             else:
                 take_scores(request, self.runner.read_scores(handle))

@@ -12,6 +12,7 @@ import numpy as np
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
+from dflash_jax.decoding.sampling_state import SCALED_PROMPT
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
 from dflash_jax.decoding.widths import BINS, LENGTHS
 from dflash_jax.engine import steps
@@ -22,6 +23,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.steps import Programs, Report, Step
 from dflash_jax.errors import EngineError
 from dflash_jax.ops.cache import KVCache, page_size
+from dflash_jax.sampling_params import LOGPROBS_MODES
 
 log = logging.getLogger("dflash_jax")
 
@@ -238,7 +240,7 @@ class ModelRunner:
         assert p.repetition_penalty is not None
         assert p.frequency_penalty is not None
         assert p.presence_penalty is not None
-        window, sinks = self._draft_window(request)
+        window, sinks, mode = *self._draft_window(request), p.logprobs_mode or LOGPROBS_MODES[0]
         admission = Admission.pack(
             request.context,
             self.capacity,
@@ -252,7 +254,7 @@ class ModelRunner:
             draft_sinks=sinks,
             top_k=min(p.top_k or 0, 2**31 - 1),
             wants_logprobs=p.wants_logprobs,
-            processed_logprobs=p.logprobs_mode == "processed",
+            logprobs_mode=SCALED_PROMPT if request.scales_prompt else LOGPROBS_MODES.index(mode),
             seed=p.seed,
             temperature=p.temperature,
             top_p=p.top_p,

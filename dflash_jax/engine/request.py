@@ -16,6 +16,8 @@ from dflash_jax.engine.statistics import Round
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
+# The version of the weights that an engine begins with, as SGLang names it.
+FIRST_VERSION = "default"
 # The slot of a request that has not been admitted.
 NO_SLOT = -1
 
@@ -137,8 +139,8 @@ class Request:
         draft_sink_size: The first positions that it sees beside them, where draft_window_size is given.
         monitor: Callback on new tokens.
         mask: Masks of the tokens that may come next.
-        prompt_logprobs: Number of likeliest tokens to report for each prompt token, beside its own log-probability and
-            those of ``params.logprob_token_ids``; None for no report. With it, the prefix cache is not used.
+        scales_prompt: Whether the log-probabilities of the prompt are of the logits over the temperature; only without
+            new tokens.
         cache_salt: Only requests with the same salt share prefixes.
         media: The images and videos of the prompt; None for text.
         slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
@@ -167,7 +169,7 @@ class Request:
     draft_sink_size: int = 0
     monitor: Monitor | None = None
     mask: MaskProvider | None = None
-    prompt_logprobs: int | None = None
+    scales_prompt: bool = False
     cache_salt: str = ""
     media: PromptMedia | None = None
 
@@ -185,6 +187,16 @@ class Request:
     prompt_entries: list[dict] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     times: Times = field(default_factory=Times, init=False)
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """That of the parameters, which report ``logprob_token_ids``, too. With it, the prefix cache is not used."""
+        return self.params.prompt_logprobs
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all that it asks for of its prompt is known, once the prompt is in the caches."""
+        return self.prompt_logprobs is None or len(self.prompt_entries) == len(self.prompt) - 1
 
     def close(self) -> None:
         """Closes the mask. The engine closes the requests that are submitted."""
@@ -238,7 +250,6 @@ class RequestLimits:
         params: SamplingParams,
         block_size: BlockSize,
         stops: Sequence[int],
-        prompt_logprobs: int | None,
     ) -> None:
         """Raises InputError, which names the value and the limit, for a request that exceeds one.
 
@@ -247,7 +258,6 @@ class RequestLimits:
             params: Sampling parameters.
             block_size: Tokens that a round may yield, or "auto".
             stops: All token ids that end the text.
-            prompt_logprobs: Number of likeliest tokens to report for each prompt token.
         """
         check_prompt(prompt)
         if params.max_tokens is None:
@@ -260,7 +270,7 @@ class RequestLimits:
         if len(stops) > MAX_STOPS:
             message = f"stop_token_ids and the checkpoint's own are {len(stops)}: at most {MAX_STOPS} are possible"
             raise InputError(message)
-        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", prompt_logprobs)):
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if (count or 0) > MAX_LOGPROBS:
                 raise InputError(f"{name} is {shown(count)}: it must be at most {MAX_LOGPROBS}")
 

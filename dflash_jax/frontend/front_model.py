@@ -1,6 +1,6 @@
 """The model as a front process knows it: its tokenizer, defaults and media, without weights and without JAX."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_jax.checkpoint.config_files import read_config_file
@@ -31,6 +31,7 @@ class ModelFiles:
         hf_overrides: Values in place of those of config.json.
         generation_config: Where sampling defaults are read from.
         sampling_defaults: Sampling defaults in place of those.
+        logprobs_mode: What log-probabilities are by default.
         limit_mm_per_prompt: Images and videos of a prompt.
         allowed_media_domains: Hosts that images and videos may come from.
         allowed_local_media_path: The directory that they may come from.
@@ -43,6 +44,7 @@ class ModelFiles:
     hf_overrides: dict | None = None
     generation_config: str = "auto"
     sampling_defaults: dict | None = None
+    logprobs_mode: str | None = None
     limit_mm_per_prompt: dict | None = None
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: str | None = None
@@ -54,7 +56,7 @@ class ModelFiles:
     def defaults(self) -> SamplingDefaults:
         """The sampling defaults and stop ids."""
         defaults = SamplingDefaults.read(Path(self.directory), self.generation_config, self.hf_overrides)
-        return defaults.overridden(self.sampling_defaults or {})
+        return replace(defaults.overridden(self.sampling_defaults or {}), logprobs_mode=self.logprobs_mode)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer with its chat template."""

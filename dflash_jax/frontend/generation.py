@@ -3,6 +3,7 @@
 import copy
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -14,14 +15,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
-from dflash_jax.argument_checks import checked
+from dflash_jax.argument_checks import checked, plain
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.chat_template import template_options
 from dflash_jax.frontend.media import by_kind, media_parts
-from dflash_jax.frontend.outputs import Completion
+from dflash_jax.frontend.outputs import Completion, vllm_logprobs
 from dflash_jax.frontend.prompts import Prompt, Prompts, split_conversations, split_prompts
 from dflash_jax.frontend.reasoning import ReasoningSplitter, is_cut_in_thought, is_open, split_reasoning
 from dflash_jax.frontend.sequence import Piece, TextSequence
@@ -60,6 +61,14 @@ def _either(name: str, value: T | None, other: str, other_value: T | None) -> T 
     if value is not None and other_value is not None:
         raise InputError(f"{name} and {other} are one argument: give one of them")
     return other_value if value is None else value
+
+
+def _params_of(prompts: Sequence, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    """The parameters of each prompt. Raises InputError where they are not as many."""
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+    if len(each) != len(prompts):
+        raise InputError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one each")
+    return each
 
 
 class Generation(Prompts):
@@ -126,6 +135,59 @@ class Generation(Prompts):
                 if progress:
                     bar.set_postfix_str(f"{self.tokens_per_s(sequences):.0f} tok/s", refresh=False)
         return [self._completion(text, group) for text, group in groups]
+
+    @checked("prompts", "continuations")
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[list[float]]:
+        """Log-probabilities of given continuations. No token is drawn.
+
+        Args:
+            prompts: As of `generate`.
+            continuations: One for each prompt: token ids, or text, which is encoded by itself. One without tokens gets
+                an empty list.
+            params: How they were drawn; one for all, or one for each. ``logprobs_mode`` and ``temperature`` count:
+                "raw_logprobs" are log_softmax(logits), "processed_logprobs" and "scaled_logprobs" are
+                log_softmax(logits / temperature) as a trainer computes them, without penalties, biases and cuts; at
+                temperature 0 they are raw.
+
+        Returns:
+            For each prompt, the log-probability of each token of its continuation.
+
+        Raises:
+            InputError: A prompt, continuation or parameter is wrong, or the memory is not enough.
+        """
+        firsts, lasts = split_prompts(prompts), split_prompts(continuations, "continuations")
+        if len(lasts) != len(firsts):
+            raise InputError(f"{len(lasts)} continuations for {len(firsts)} prompts: give one each")
+        groups, sizes = list[list[TextSequence]](), list[int]()
+        for i, each in enumerate(_params_of(firsts, params)):
+            each = self.defaults.fill(each)
+            assert each.logprobs_mode is not None
+            if each.logprobs_mode.endswith("logits"):
+                raise InputError(f"logprobs_mode is {each.logprobs_mode}: score() gives log-probabilities")
+            _, ids, media = self._encoded(firsts[i], f"prompts[{i}]")
+            more = self._continuation(lasts[i], f"continuations[{i}]")
+            sizes.append(len(more))
+            # With a seed, none of the LLM's is taken.
+            fields = {"temperature": each.temperature, "max_tokens": 0, "prompt_logprobs": 0, "seed": 0}
+            is_scaled = each.logprobs_mode != "raw_logprobs"
+            sequence = self.new_sequence([*ids, *more], SamplingParams(**fields), scales_prompt=is_scaled, **media)
+            groups.append([sequence] if more else [])
+        deque(self._finished([group for group in groups if group]), maxlen=0)
+        scores = [[entry["logprob"] for each in group for entry in each.request.prompt_entries] for group in groups]
+        return [each[len(each) - size :] for each, size in zip(scores, sizes, strict=True)]
+
+    def _continuation(self, text: Prompt, name: str) -> list[int]:
+        """Token ids of a continuation, which may be empty."""
+        if isinstance(text, str) and self.tokenizer is not None:
+            self.check_length(text, name)
+            return self.encode_plain(text, name)
+        ids = plain(text)
+        return [] if isinstance(ids, Sequence) and not ids else self.encode(text, name)
 
     @checked("messages")
     def chat(
@@ -288,9 +350,12 @@ class Generation(Prompts):
 
     def _completion(self, text: str | None, group: list[TextSequence]) -> Completion:
         """The result of a prompt whose sequences have ended."""
-        completions = [sequence.completion() for sequence in group]
+        completions, first = [sequence.completion() for sequence in group], group[0].request
         outputs = [completion.output(i, self._text_of) for i, completion in enumerate(completions)]
-        return replace(completions[0], prompt=text, request_id=str(next(self._request_ids)), outputs=outputs)
+        fields = {"prompt": text, "request_id": str(next(self._request_ids)), "outputs": outputs}
+        if first.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [None, *vllm_logprobs(first.prompt_entries, self._text_of)]
+        return replace(completions[0], **fields)
 
     def _text_of(self, token: int) -> str | None:
         return self.tokenizer.token_bytes(token).decode(errors="replace") if self.tokenizer else None
@@ -304,33 +369,37 @@ class Generation(Prompts):
     ) -> list[tuple[str | None, list[TextSequence]]]:
         """`_sequences_of` of every prompt."""
         several = split_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
-        if len(each) != len(several):
-            raise InputError(f"{len(each)} SamplingParams for {len(several)} prompts: give one, or one each")
-        pairs = enumerate(zip(several, each, strict=True))
+        pairs = enumerate(zip(several, _params_of(several, params), strict=True))
         return [self._sequences_of(prompt, f"prompts[{i}]", one, block_size, **options) for i, (prompt, one) in pairs]
 
     def _sequences_of(
         self, prompt: Prompt, name: str, params: SamplingParams, block_size: BlockSize | None, **options
     ) -> tuple[str | None, list[TextSequence]]:
         """(text of a prompt, None where it was not given as text, and its n sequences)."""
+        text, ids, media = self._encoded(prompt, name)
+        sequences = [self.new_sequence(ids, each, block_size, **media, **options) for each in self._choices(params)]
+        return text, sequences
+
+    def _encoded(self, prompt: Prompt, name: str) -> tuple[str | None, list[int], dict[str, Any]]:
+        """(text of a prompt, None where it was not given as text, its token ids, and its images and videos)."""
         fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         if isinstance(text := fields.get("prompt"), str) and fields.get("prompt_token_ids") is None:
             self.check_length(text, name)
-        ids = self.encode(prompt, name)
+        ids, options = self.encode(prompt, name), {}
         if fields.get("multi_modal_data"):
             ids, media = self.with_media(ids, media_parts(fields["multi_modal_data"], name))
             assert self.encoder is not None
             options["media"] = self.encoder.prompt_media(media)
-        sequences = [self.new_sequence(ids, each, block_size, **options) for each in self._choices(params)]
-        return text if isinstance(text, str) else None, sequences
+        return text if isinstance(text, str) else None, ids, options
 
     def _choices(self, params: SamplingParams) -> list[SamplingParams]:
-        """The parameters of each of the n continuations of a prompt."""
+        """The parameters of each of the n continuations of a prompt, of which the first has its log-probabilities."""
         seed = params.seed
         if seed is None and self._seeds is None and params.n > 1:
             seed = int.from_bytes(os.urandom(4), "little")
-        return [replace(params, n=1, seed=None if seed is None else (seed + i) % 2**32) for i in range(params.n)]
+        seeds = [None if seed is None else (seed + i) % 2**32 for i in range(params.n)]
+        first, *others = [replace(params, n=1, seed=each) for each in seeds]
+        return [first, *(replace(each, prompt_logprobs=None) for each in others)]
 
     def _submit(self, groups: list[list[TextSequence]]) -> None:
         """Submits the sequences of prompts. A call that is refused takes none of the LLM's seeds."""

@@ -1,6 +1,7 @@
 """What an `LLM` does between generations: it takes new weights, pauses, and gives its memory back for a while."""
 
 from collections.abc import Collection, Mapping
+from hashlib import sha256
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -20,8 +21,9 @@ from dflash_jax.frontend.loading import Loader
 from dflash_jax.frontend.new_weights import DraftWeights, NewWeights, Renewal, Weights
 from dflash_jax.frontend.sync_engine import PAUSED, SyncEngine
 from dflash_jax.models.drafting import together
+from dflash_jax.ops.weights import is_weight
 from dflash_jax.parallel.group import Group
-from dflash_jax.parallel.sharding import place
+from dflash_jax.parallel.sharding import parameter_paths, place
 
 IN_FLIGHT = ("recompute", "wait", "abort")
 PAUSES = ("keep", "wait", "abort")
@@ -38,6 +40,7 @@ class Lifecycle:
 
     weight_version: str
     is_paused: bool
+    draft_names: Any
     programs: Executables
     plain_programs: Executables
     encoder: VisionEncoder | None
@@ -103,9 +106,9 @@ class Lifecycle:
             raise InputError("weights and drafter are None: give one of them")
         if self._on_host is not None:
             raise EngineError(ON_HOST)
-        if partial and self._lacks_weights:
+        if partial and self.lacks_weights:
             raise InputError(f"partial is True: {DROPPED}")
-        return Renewal(self.loader, self._models, partial, self._lacks_weights).of(weights, drafter)
+        return Renewal(self.loader, self._models, partial, self.lacks_weights).of(weights, drafter)
 
     def take_weights(self, new: NewWeights, *, version: str | None = None, in_flight: str = "recompute") -> str:
         """The second half of `update_weights`, on the thread of the engines: the models of ``new`` take their place."""
@@ -146,8 +149,7 @@ class Lifecycle:
             InputError: A name is of no tensor of the target.
             EngineError: The LLM sleeps.
         """
-        if self._lacks_weights:
-            raise EngineError(DROPPED if self._on_host is None else ON_HOST)
+        self._check_awake()
         directory = self.loader.checkpoint.directory
         entries = read_entries(directory, (converted_names if is_orbax(directory) else tensor_names)(directory))
         known = {tensor.name for entry in entries for tensor in entry.tensors}
@@ -156,6 +158,34 @@ class Lifecycle:
         wanted = [entry for entry in entries if any(tensor.name in names for tensor in entry.tensors)]
         found = tensors_of(self._models.target, wanted)
         return {name: found[name] for name in names}
+
+    def name_weights(self, version: str) -> None:
+        """Gives the weights another version, on the thread of the engines: of the tokens from now on."""
+        _check_version(version)
+        self.weight_version = version
+        for engine in self.engines:
+            engine.version = version
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each parameter as it is computed with, by our name; a drafter's begins with its own name.
+
+        Raises:
+            EngineError: The LLM sleeps.
+        """
+        self._check_awake()
+        sums = {}
+        for name, model in (("", self.target), *zip(self.draft_names, self.drafters, strict=True)):
+            weights = jax.tree.leaves(model, is_leaf=is_weight)
+            for path, weight in zip(parameter_paths(model, is_weight), weights, strict=True):
+                digest = sha256()
+                for array in jax.tree.leaves(weight):
+                    digest.update(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data)
+                sums[f"{name}/{path}" if name else path] = digest.hexdigest()
+        return sums
+
+    def _check_awake(self) -> None:
+        if self.lacks_weights:
+            raise EngineError(DROPPED if self._on_host is None else ON_HOST)
 
     # Pauses.
 
@@ -182,7 +212,7 @@ class Lifecycle:
             EngineError: The LLM sleeps.
         """
         if self.is_sleeping:
-            raise EngineError(DROPPED if self._lacks_weights and self._on_host is None else PAUSED)
+            raise EngineError(DROPPED if self.lacks_weights and self._on_host is None else PAUSED)
         for engine in self.engines:
             engine.is_paused = False
         self.is_paused = False
@@ -192,10 +222,11 @@ class Lifecycle:
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or caches are not on the devices."""
-        return self._lacks_weights or not all(engine.has_caches for engine in self.engines)
+        return self.lacks_weights or not all(engine.has_caches for engine in self.engines)
 
     @property
-    def _lacks_weights(self) -> bool:
+    def lacks_weights(self) -> bool:
+        """Whether the weights are not on the devices."""
         return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.programs.weights)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -225,7 +256,7 @@ class Lifecycle:
         if "kv_cache" in tags:
             for engine in self.engines:
                 engine.release_caches()
-        if "weights" in tags and not self._lacks_weights:
+        if "weights" in tags and not self.lacks_weights:
             self._on_host = jax.tree.map(_copied, self._models) if keep_weights else None
             self._install(jax.tree.map(_shape, self._models))
 
@@ -240,7 +271,7 @@ class Lifecycle:
             EngineError: All is asked for, and the weights were dropped.
         """
         _check_tags(TAGS if tags is None else tags)
-        if tags is None and self._lacks_weights and self._on_host is None:
+        if tags is None and self.lacks_weights and self._on_host is None:
             raise EngineError(DROPPED)
         tags = TAGS if tags is None else tags
         if "weights" in tags and self._on_host is not None:

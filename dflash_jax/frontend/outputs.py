@@ -72,7 +72,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None
 
 
-def _vllm_logprobs(entries: Sequence[dict], text_of: Callable[[int], str | None]) -> list[dict[int, Logprob]]:
+def vllm_logprobs(entries: Sequence[dict], text_of: Callable[[int], str | None]) -> list[dict[int, Logprob]]:
     """Log-probabilities in vLLM's form: for each token its own and the likeliest, by token id."""
     result = []
     for entry in entries:
@@ -131,6 +131,8 @@ class Completion:
         outputs: All continuations of the prompt, in the form of vLLM.
         finished: True: a completion has ended.
         reasoning: Of `LLM.chat`: the text of the thought, without its tags; None where there is none.
+        prompt_logprobs: Where asked for, in the form of vLLM: a dict of `Logprob` by token id for each token of the
+            prompt, and None for the first.
         weight_versions: The weights that drew the tokens, in order.
     """
 
@@ -148,6 +150,7 @@ class Completion:
     outputs: list[CompletionOutput] = field(default_factory=list, repr=False)
     finished: bool = True
     reasoning: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     weight_versions: list[WeightVersion] = field(default_factory=list)
 
     @property
@@ -178,7 +181,7 @@ class Completion:
             self.token_ids,
             self.finish_reason,
             self.stop_reason,
-            None if self.logprobs is None else _vllm_logprobs(self.logprobs, text_of),
+            None if self.logprobs is None else vllm_logprobs(self.logprobs, text_of),
             self.cumulative_logprob,
             self.acceptance_lengths,
             self.timings,

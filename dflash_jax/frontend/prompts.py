@@ -30,8 +30,12 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 MESSAGES_FORM = 'it must be a list of messages such as {"role": "user", "content": "…"}, or a list of such lists'
 
 
-def split_prompts(prompts: Any) -> list[Prompt]:
+def split_prompts(prompts: Any, name: str = "prompts") -> list[Prompt]:
     """The prompts of a call: one alone, as text, token ids or a dict, or several in a list.
+
+    Args:
+        prompts: The prompts.
+        name: Names them in errors.
 
     Raises:
         InputError: The form is none of these. What is in the list is not checked.
@@ -40,7 +44,7 @@ def split_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple | range):
-        raise InputError(f"prompts is {shown(prompts)}: it must be {PROMPT_FORM}, or a list of these")
+        raise InputError(f"{name} is {shown(prompts)}: it must be {PROMPT_FORM}, or a list of these")
     is_one = bool(prompts) and has_type(prompts[0], int)
     return [list(prompts)] if is_one else list(prompts)  # pyright: ignore[reportReturnType]
 
@@ -186,10 +190,10 @@ class Prompts:
         """Token ids of a conversation through the checkpoint's chat template."""
         return self.encode_plain(self.render_chat(messages, thinking, tools=tools))
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which a chat template has put the special tokens. Raises InputError for no UTF-8."""
+    def encode_plain(self, text: str, name: str = "the text of messages") -> list[int]:
+        """Token ids of a text without special tokens added, such as a template's. Raises InputError for no UTF-8."""
         assert self.tokenizer is not None
-        return self.tokenizer.encode_plain(_checked_text(text, "the text of messages"))
+        return self.tokenizer.encode_plain(_checked_text(text, name))
 
     def render_chat(self, messages: list[dict], thinking: bool | None = None, **options) -> str:
         """The text of a conversation through the checkpoint's chat template; options as in `Tokenizer.render_chat`."""
@@ -235,7 +239,7 @@ class Prompts:
             raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
         block_size = self.block_size if block_size is None else block_size
         stops = self.defaults.stops(filled, must_end=must_end)
-        self.limits.check(ids, filled, block_size, stops, options.get("prompt_logprobs"))
+        self.limits.check(ids, filled, block_size, stops)
         return kind(ids, filled, stops, self.tokenizer, block_size=block_size, **options)
 
     def new_sequence(

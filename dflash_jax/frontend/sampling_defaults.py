@@ -8,7 +8,7 @@ from dflash_jax.argument_checks import check_type, plain, shown
 from dflash_jax.checkpoint.config_files import parsed, read_json, read_raw
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.reading import LIMITS, Raw, integer
-from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
+from dflash_jax.sampling_params import LOGPROBS_MODES, MAX_STOPS, SamplingParams
 
 
 def _stop_ids(raw: dict) -> tuple[int, ...] | None:
@@ -44,10 +44,12 @@ class SamplingDefaults:
     Attributes:
         values: Sampling options by the names of `SamplingParams`.
         stop_ids: Token ids that end a text.
+        logprobs_mode: The `LLM`'s; None where it has none.
     """
 
     values: dict = field(default_factory=dict)
     stop_ids: tuple[int, ...] = ()
+    logprobs_mode: str | None = None
 
     @classmethod
     def read(
@@ -96,6 +98,7 @@ class SamplingDefaults:
     def fill(self, params: SamplingParams) -> SamplingParams:
         """``params`` with every None among the sampling options replaced by its default."""
         neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral["logprobs_mode"] = self.logprobs_mode or LOGPROBS_MODES[0]
         missing = {f.name for f in fields(params) if getattr(params, f.name) is None}
         filled = replace(params, **{k: v for k, v in (neutral | self.values).items() if k in missing})
         # Logits divided by a smaller temperature would overflow; the limit of sampling is greedy.

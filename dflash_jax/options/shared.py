@@ -13,6 +13,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.options import readers
 from dflash_jax.options.option import Add, Alias, option
+from dflash_jax.sampling_params import LOGPROBS_MODES
 
 # More than any machine's memory.
 MAX_BYTES = 2**50
@@ -64,6 +65,11 @@ class LLMOptions:
         "which otherwise stays so, becomes --dtype; the name of a format: its checkpoint must have it",
         choices=(*QUANTIZE, *FORMATS),
         aliases=Alias("--quantization -q", readers.quantization),
+    )
+    load_format: str = _models(
+        "auto",
+        "dummy: the target has random weights, of which only config.json is read, until update_weights gives others",
+        choices=("auto", "safetensors", "dummy"),
     )
     kv_cache_dtype: str | None = _models(
         None,
@@ -233,6 +239,11 @@ class LLMOptions:
         "JSON",
         flag="--override-generation-config",
         aliases="--preferred-sampling-params",
+    )
+    logprobs_mode: str | None = _prompts(
+        None,
+        "what log-probabilities are, unless the request says it (default: raw_logprobs; of /generate scaled_logprobs)",
+        choices=LOGPROBS_MODES,
     )
     seed: int | None = option(None, "of the seeds that requests without one get (default: random)", flag=None)
     language_model_only: bool = _media(

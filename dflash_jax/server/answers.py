@@ -26,13 +26,10 @@ class Totals:
         sequences: All sequences; choices of one prompt are neighbours.
         choices: Sequences of each prompt.
         draft_places: The largest draft length of each drafter, by name.
-        is_new: Whether new tokens count. With max_tokens 0, the engine's one token is left out.
     """
 
-    def __init__(
-        self, sequences: Sequence[TextSequence], choices: int, draft_places: Mapping[str, int], is_new: bool = True
-    ):
-        self._sequences, self._choices, self._is_new = sequences, choices, is_new
+    def __init__(self, sequences: Sequence[TextSequence], choices: int, draft_places: Mapping[str, int]):
+        self._sequences, self._choices = sequences, choices
         self._prompt_tokens = sum(len(r.request.prompt) for r in sequences[::choices])
         self._draft_places, self._cached = draft_places, dict[int, int]()
         # Rounds of each sequence that are counted, sequences that may have more, and the sum.
@@ -69,8 +66,8 @@ class Totals:
 
     @property
     def rounds(self) -> Rounds:
-        """The rounds of all sequences; none where new tokens do not count."""
-        for i in self._grown if self._is_new else ():
+        """The rounds of all sequences."""
+        for i in self._grown:
             self._rounds.update(now := self._sequences[i].rounds.copy())
             self._rounds.subtract(self._counted.get(i, ()))
             self._counted[i] = now
@@ -132,9 +129,9 @@ class Totals:
         return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup, **before}
 
 
-def ended_totals(serving: Serving, sequences: Sequence[TextSequence], choices: int = 1, is_new: bool = True) -> Totals:
+def ended_totals(serving: Serving, sequences: Sequence[TextSequence], choices: int = 1) -> Totals:
     """`Totals` of sequences that have ended."""
-    totals = Totals(sequences, choices, serving.llm.draft_places, is_new)
+    totals = Totals(sequences, choices, serving.llm.draft_places)
     for i in range(len(sequences)):
         totals.take(i)
     return totals

@@ -172,7 +172,7 @@ async def prepare_chat(
     talk.is_forced = body.must_call
     talk.has_one_call = body.parallel_tool_calls is False
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = prepare.sampling(body, most, body.seed, logprobs, body.logprob_token_ids)
+    params = prepare.sampling(body, most, body.seed, logprobs, body.logprob_token_ids, body.prompt_logprobs)
     options = {
         "block_size": body.block_size,
         "priority": body.priority,
@@ -180,7 +180,6 @@ async def prepare_chat(
         "thought": talk.thought,
         "budget": prepare.budget(body.budgets),
         "requires_answer": serving.requires_answer if body.require_answer is None else body.require_answer,
-        "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt or "",
         "records_drafts": body.return_proposals,
         "ends": talk.ends(),

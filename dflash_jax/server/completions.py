@@ -36,8 +36,7 @@ INFILL = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 INFILL_ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 # Tokens of a prompt that are decoded in one step.
 STEP_TOKENS = 64
-# The stop reasons of a choice without new tokens, and fields of a whole choice where they are not asked for.
-NO_STOP = {"stop_reason": None, "matched_stop": None}
+# Fields of a whole choice where they are not asked for.
 NOT_ASKED_FOR = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
 
 
@@ -101,11 +100,9 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
     budget, sequences = prepare.budget([body.thinking_token_budget]), []
     for ids in encoded:
         ids = prepare.truncate(serving, body, ids, body.max_tokens)
-        # The engine generates at least one token; with max_tokens 0 the answer omits it.
-        room = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
-        room = room or serving.check_room(ids, 1, "prompt")
-        params = prepare.sampling(body, room, body.seed, body.logprobs, body.logprob_token_ids)
-        options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": prompt_logprobs}
+        room, named = serving.check_room(ids, body.max_tokens, "prompt", default=16), body.logprob_token_ids
+        params = prepare.sampling(body, room, body.seed, body.logprobs, named, prompt_logprobs)
+        options = {"block_size": body.block_size, "priority": body.priority}
         options |= {"cache_salt": body.cache_salt or "", "budget": budget, "records_drafts": body.return_proposals}
         options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")
         sequences += await prepare.sequences(serving, ids, params, n, form=form, **options)
@@ -169,12 +166,8 @@ class Choices:
         """The part of the choice ``i`` that a piece brings. Its prompt is read."""
         body, sequence, tokenizer = self._body, self._sequences[i], self._serving.llm.tokenizer
         opening, starts, entries = self._openings[i // self._n]
-        is_new, is_first = body.max_tokens != 0, i not in self._begun
+        is_first = i not in self._begun
         self._begun.add(i)
-        if not is_new:
-            # The engine generates at least one token.
-            proposed = None if piece.proposals is None else []
-            piece = Piece("", [], [], finish_reason="length", proposals=proposed)
         value = {"index": i, "text": opening * is_first + piece.text, "logprobs": None}
         value["finish_reason"] = piece.finish_reason
         if wants_logprobs(body):
@@ -185,7 +178,7 @@ class Choices:
                 as_ids=self._serving.additions.as_ids(body.return_tokens_as_token_ids),
             )
         if piece.finish_reason:
-            value |= stop_reasons(sequence, self._serving.llm.defaults.stop_ids) if is_new else NO_STOP
+            value |= stop_reasons(sequence, self._serving.llm.defaults.stop_ids)
         if body.return_token_ids:
             value["token_ids"] = piece.token_ids
         if body.return_token_ids and is_first:
@@ -213,7 +206,7 @@ async def full_response(
             whole = Piece(text, request.tokens, [], [], sequence.starts, sequence.logprobs, request.finish_reason)
             yield NOT_ASKED_FOR | choices.part(i, whole)
 
-    totals = ended_totals(serving, sequences, body.n or 1, body.max_tokens != 0)
+    totals = ended_totals(serving, sequences, body.n or 1)
     more = {"usage": totals.usage(), "system_fingerprint": None, **request_metrics(serving, sequences)}
     return JsonAnswer({**head, "choices": written(), **more, **sglext(body, totals)})
 
@@ -224,7 +217,7 @@ async def stream_chunks(
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     choices = Choices(serving, body, sequences)
-    totals = Totals(sequences, body.n or 1, serving.llm.draft_places, body.max_tokens != 0)
+    totals = Totals(sequences, body.n or 1, serving.llm.draft_places)
 
     def chunk(i: int, piece: Piece) -> dict:
         return {**head, "choices": [choices.part(i, piece)], **stream_totals(serving, stream_options, totals)}

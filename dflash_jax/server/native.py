@@ -36,7 +36,7 @@ class NativeSampling(Sampling):
 
     neutral = neutral_table("sampling")
 
-    # With 0, only the prompt is processed.
+    # With 0, only the prompt is read.
     max_new_tokens: int | None = Field(None, ge=0)
     stop: str | Items[str] | None = None
     n: int | None = Field(None, ge=1)
@@ -80,13 +80,11 @@ class RequestedText:
     Attributes:
         sequence: Its sequence.
         name: Its id.
-        is_new: Whether new tokens are asked for. With max_new_tokens 0, the engine's one token is left out.
         thought: Counts the tokens of its reasoning; None where it has none.
     """
 
     sequence: RemoteSequence
     name: str
-    is_new: bool
     thought: ThoughtTokens | None = None
 
 
@@ -143,12 +141,13 @@ async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[l
     prepare.check_logprobs(serving, body)
     settings = _each(body.sampling_params, len(prompts), "sampling_params")
     _each(body.rid, len(prompts), "rid")
-    salts, prepared, are_new = _each(body.cache_salt, len(prompts), "cache_salt"), [], []
+    salts, prepared = _each(body.cache_salt, len(prompts), "cache_salt"), []
     named = body.token_ids_logprob or []
     if not (named and isinstance(named[0], list)):
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
     media = media_of(serving, body, len(prompts), several)
+    default_mode = serving.llm.defaults.logprobs_mode or "scaled_logprobs"
     for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
         sampling = sampling or NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
@@ -156,31 +155,29 @@ async def prepare_generation(serving: Serving, body: GenerateRequest) -> tuple[l
         ids = await serving.texts.prompt(prompt, field)
         if media[i] and serving.media is not None:
             ids, placed = await serving.media.placed(ids, media[i], field)
-        is_new = sampling.max_new_tokens != 0
-        least = sampling.max_new_tokens if is_new else 1
-        room = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
+        room = serving.check_room(ids, sampling.max_new_tokens, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         logprob_ids = named[i] if body.return_logprob else None
-        params = prepare.sampling(sampling, room, sampling.sampling_seed, logprobs, logprob_ids)
-        form = await prepare.compiled(serving, prepare.form_of(sampling))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
-        options = {"block_size": body.block_size, "form": form, "prompt_logprobs": of_prompt}
+        params = prepare.sampling(sampling, room, sampling.sampling_seed, logprobs, logprob_ids, of_prompt)
+        params = replace(params, logprobs_mode=params.logprobs_mode or default_mode)
+        form = await prepare.compiled(serving, prepare.form_of(sampling))
+        options = {"block_size": body.block_size, "form": form}
         options |= {"priority": body.priority, "cache_salt": salts[i] or "", "media": placed}
         options["budget"] = budget = prepare.budget([body.max_thinking_tokens])
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
         if body.require_reasoning:
             options["thought"] = "open"
         prepared += await prepare.sequences(serving, ids, params, n, **options)
-        are_new += [is_new] * n
         several = several or n > 1
     names, close = names_of(body, len(prepared)), None
     current().ids = dict(zip(prepared, names, strict=True))
     if body.require_reasoning and serving.llm.tokenizer is not None:
         close = serving.llm.tokenizer.encode_plain(CLOSE)
     return [
-        RequestedText(sequence, name, is_new, None if close is None else ThoughtTokens(close))
-        for sequence, name, is_new in zip(prepared, numbered(names), are_new, strict=True)
+        RequestedText(sequence, name, None if close is None else ThoughtTokens(close))
+        for sequence, name in zip(prepared, numbered(names), strict=True)
     ], several
 
 
@@ -236,11 +233,9 @@ def answer(
     """
     sequence, request, tokenizer = requested.sequence, requested.sequence.request, serving.llm.tokenizer
     ended = piece.finish_reason
-    if not requested.is_new:
-        piece, ended = Piece("", [], []), "length" if ended == "stop" else ended
     reason: dict[str, Any] = {"type": ended} if ended else {}
     if ended == "length":
-        reason["length"] = request.params.max_tokens if requested.is_new else 0
+        reason["length"] = request.params.max_tokens
     elif ended == "stop":
         reason["matched"] = sequence.matched
     elif ended == "abort":
@@ -250,8 +245,8 @@ def answer(
         "id": requested.name,
         "finish_reason": reason or None,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": sequence.num_tokens if requested.is_new else 0,
-        "reasoning_tokens": requested.thought.count if requested.thought and requested.is_new else 0,
+        "completion_tokens": sequence.num_tokens,
+        "reasoning_tokens": requested.thought.count if requested.thought else 0,
         "cached_tokens": request.cached,
         "e2e_latency": time.perf_counter() - began,
         **counts,
@@ -260,7 +255,7 @@ def answer(
         "spec_draft_token_num": counts["spec_num_proposed_drafts"],
         "spec_accept_histogram": counts["spec_correct_drafts_histogram"],
         "drafters": drafters(sequence.rounds, serving.llm.draft_places),
-        "weight_version": "default",
+        **weight_versions(serving, sequence),
     }
     if body.return_logprob:
         meta |= _logprobs("output", tokenizer, piece.logprobs or [], body)
@@ -270,6 +265,12 @@ def answer(
             entries = [first, *prompt_entries][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, entries, body)
     return {"text": None if tokenizer is None else piece.text, "output_ids": piece.token_ids, "meta_info": meta}
+
+
+def weight_versions(serving: Serving, sequence: RemoteSequence) -> dict:
+    """The version of the weights that drew the last tokens of a sequence, and those of all of its tokens."""
+    spans = [span._asdict() for span in sequence.versions]
+    return {"weight_version": spans[-1]["version"] if spans else serving.engine.state.version, "weight_versions": spans}
 
 
 def _logprobs(side: str, tokenizer, entries: list[dict], body: GenerateRequest) -> dict:

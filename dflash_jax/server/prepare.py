@@ -37,6 +37,7 @@ def sampling(
     seed: int | None,
     logprobs: int | None = None,
     logprob_ids: Sequence[int] | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters of a request.
 
@@ -46,6 +47,7 @@ def sampling(
         seed: Any integer, taken modulo 2³²; None: a random one.
         logprobs: Likeliest tokens whose log-probabilities are returned; None: none.
         logprob_ids: Tokens whose log-probabilities are returned beside them.
+        prompt_logprobs: Likeliest tokens of which log-probabilities of the prompt are returned; None: none.
 
     Raises:
         ApiError: A value is invalid.
@@ -61,6 +63,7 @@ def sampling(
         "include_stop_str_in_output": bool(body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)),
         "logprobs": logprobs,
         "logprob_token_ids": logprob_ids,
+        "prompt_logprobs": prompt_logprobs,
     }
     if body.allowed_token_ids is not None:
         # Without duplicates, since every choice reads them.
@@ -405,7 +408,6 @@ async def sequences(
                 must_end=prompt.form is not None and prompt.form.begins,
                 kind=RemoteSequence,
                 ends=None if prompt.ends is None else FirstCall(*astuple(prompt.ends)),
-                prompt_logprobs=prompt.prompt_logprobs,
                 preparation=prompt.preparation,
             )
         except InputError as e:

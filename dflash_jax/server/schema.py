@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dflash_jax.sampling_params import LogprobsMode
 from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId, neutral_table
 from dflash_jax.server.token_lists import TokenList
 
@@ -49,6 +50,8 @@ class Sampling(Body):
     no_stop_trim: bool | None = None
     bad_words: Items[str] | None = None
     allowed_token_ids: Items[TokenId] | None = Field(None, min_length=1)
+    # None means the server's.
+    logprobs_mode: LogprobsMode | None = None
 
 
 class SharedFields(Sampling):

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.sampling import _smallest_top_set, compute_logprobs, draw_processed, process_logits
 from dflash_jax.decoding.sampling import draw as draw_at_once
-from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, RANDOM, TABLES, SamplingState, sampling_mode
+from dflash_jax.decoding.sampling_state import (
+    GREEDY,
+    PENALISED,
+    PROCESSED,
+    RANDOM,
+    TABLES,
+    SamplingState,
+    sampling_mode,
+)
+from dflash_jax.sampling_params import LOGPROBS_MODES
 from tests.tiny import sampling
 from tools.equality import options_of, processed_reference, with_counts
 
@@ -26,7 +35,7 @@ FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 run = jax.jit(process_logits)
 draw = jax.jit(draw_processed)
-score = jax.jit(compute_logprobs, static_argnums=4)
+score = jax.jit(compute_logprobs, static_argnums=3)
 at_once = jax.jit(draw_at_once, static_argnames="top")
 
 row_options = st.fixed_dictionaries(
@@ -51,6 +60,14 @@ def pack(allowed) -> jnp.ndarray:
     padded = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, -V % 32)])
     words = padded.reshape(*allowed.shape[:-1], -1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
     return jnp.asarray(words.sum(-1).astype(np.uint32))
+
+
+def reported(logits, rows: SamplingState, *place) -> jnp.ndarray:
+    """The logits of each row's logprobs_mode."""
+    uncut = replace(rows, top_k=0 * rows.top_k, top_p=jnp.ones_like(rows.top_p), min_p=0 * rows.min_p)
+    processed = run(logits, rows, *place)
+    modes = jnp.stack([logits, processed, run(logits, uncut, *place), logits, processed])
+    return modes[rows.logprobs_mode, jnp.arange(len(logits))]
 
 
 def assert_processed(found, expected):
@@ -236,7 +253,7 @@ def test_extreme_numbers_draw_an_allowed_token_and_small_temperatures_the_best(
     rows = rows_of(
         options,
         logit_bias=bias * rng.integers(-1, 2, (B, V)) * (rng.random((B, V)) < 0.2),
-        processed_logprobs=[True] * B,
+        logprobs_mode=[PROCESSED] * B,
         seed=rng.integers(0, 2**32, B),
     )
     rows = with_counts(rows, *rng.poisson(0.3, (2, B, V)))
@@ -269,8 +286,8 @@ def test_extreme_numbers_draw_an_allowed_token_and_small_temperatures_the_best(
 
 def test_a_temperature_that_float32_has_not_is_greedy():
     numbers = dict.fromkeys(
-        ("num_resumed", "limit", "rope_delta", "draft_window", "draft_sinks", "top_k", "seed", "wants_logprobs",
-         "processed_logprobs", "top_p", "min_p", "repetition", "frequency", "presence"), 1
+        ("num_resumed", "limit", "rope_delta", "draft_window", "draft_sinks", "top_k", "seed", "logprobs_mode",
+         "wants_logprobs", "top_p", "min_p", "repetition", "frequency", "presence"), 1
     )  # fmt: skip
     for temperature, expected in ((1e-46, 0), (1e-39, 0), (2e-38, np.float32(2e-38)), (0.7, np.float32(0.7))):
         packed = Admission.pack([1], 4, [], {}, [], **numbers, temperature=temperature)
@@ -325,14 +342,14 @@ def test_a_row_does_not_depend_on_its_neighbours(options, seed):
     """Bit for bit: processed logits, token and log-probabilities, greedy rows with filters set included."""
     rng = np.random.default_rng(seed)
     logits = jnp.asarray(rng.normal(0, 3, (B, T, V)), jnp.float32)
-    more = {"seed": rng.integers(0, 2**32, B, dtype=np.uint32), "processed_logprobs": rng.random(B) < 0.5}
+    more = {"seed": rng.integers(0, 2**32, B, dtype=np.uint32), "logprobs_mode": rng.integers(0, 5, B)}
     rows = with_counts(rows_of(options, **more), *rng.poisson(0.3, (2, B, V)))
     positions = jnp.asarray(rng.integers(0, 5000, (B, T)))
 
     def results(logits, rows, positions):
         processed = run(logits, rows)
         tokens = draw(processed, rows, positions)
-        return processed, tokens, score(logits, processed, tokens, rows, 2)
+        return processed, tokens, score(reported(logits, rows), tokens, rows, 2)
 
     together = results(logits, rows, positions)
     for b in range(B):
@@ -353,7 +370,7 @@ def test_a_draw_at_once_is_the_draw_in_parts(options, seed, biased, masked, want
     rng = np.random.default_rng(seed)
     logits = jnp.asarray(np.round(rng.normal(0, 3, (B, T, V)), 1), jnp.float32)
     bias = biased * np.where(rng.random((B, V)) < 0.1, 4.0, 0.0) * np.array([[0], [1], [0]])
-    more = {"seed": rng.integers(0, 2**32, B, dtype=np.uint32), "processed_logprobs": rng.random(B) < 0.5}
+    more = {"seed": rng.integers(0, 2**32, B, dtype=np.uint32), "logprobs_mode": rng.integers(0, 5, B)}
     rows = with_counts(rows_of(options, logit_bias=bias, **more), *rng.poisson(0.3, (2, B, V)))
     allowed = rng.random((B, T, V)) < 0.7
     allowed[..., rng.integers(V)] = True
@@ -367,8 +384,9 @@ def test_a_draw_at_once_is_the_draw_in_parts(options, seed, biased, masked, want
     tokens, found = at_once(logits, rows, positions, modes, *place, wanted, top=2)
     processed = run(logits, rows, *place)
     np.testing.assert_array_equal(tokens, draw(processed, rows, positions))
-    expected = score(logits, processed, tokens, rows, 2)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, jnp.where(wanted.any(), b, 0)), found, expected)
+    expected = score(reported(logits, rows, *place), tokens, rows, 2)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[wanted], b[wanted]), found, expected)
+    assert wanted.any() or not any(x.any() for x in jax.tree.leaves(found))
     # The same by rows of larger tables, whose other rows hold anything.
     where = rng.permutation(B + 2)[:B]
     larger = {name: jnp.full((B + 2, V), 7, getattr(rows, name).dtype) for name in TABLES}
@@ -410,18 +428,38 @@ def test_a_greedy_row_takes_the_largest_beside_a_hot_one():
 
 
 @pytest.mark.parametrize("top", [0, 1, 4])
-def test_logprobs_are_log_softmax_of_raw_or_processed(top):
-    rng = np.random.default_rng(5)
-    logits = rng.normal(0, 3, (B, T, V)).astype(np.float32)
-    rows = rows_of([OFF | {"temperature": 0.6, "top_k": 6}] * B, processed_logprobs=[False, True, False])
-    processed = run(jnp.asarray(logits), rows)
-    tokens = draw(processed, rows, jnp.asarray([[0, 1], [2, 3], [4, 5]]))
-    found = score(jnp.asarray(logits), processed, tokens, rows, top)
-    for b, source in enumerate([logits, np.asarray(processed), logits]):
-        expected = scipy.special.log_softmax(source[b].astype(np.float64), axis=-1)
-        np.testing.assert_allclose(
-            found.chosen[b], np.take_along_axis(expected, np.asarray(tokens[b])[:, None], 1)[:, 0], atol=1e-5
-        )
-        order = np.argsort(-expected, axis=-1)[:, :top]
-        np.testing.assert_array_equal(found.ids[b], order)
-        np.testing.assert_allclose(found.values[b], np.take_along_axis(expected, order, 1), atol=1e-5)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.3])
+def test_logprobs_of_every_mode_are_those_of_their_definition(top, temperature):
+    """SGLang's rule is scaled_logprobs: penalties, bias and temperature, no cuts; greedy at temperature 1."""
+    rng, count = np.random.default_rng(5), len(LOGPROBS_MODES)
+    logits = rng.normal(0, 3, (count, T, V)).astype(np.float32)
+    options = OFF | {"temperature": temperature, "top_k": 6, "top_p": 0.8, "min_p": 0.01}
+    options |= {"repetition": 1.3, "frequency": 0.4, "presence": -0.6}
+    bias = np.where(rng.random((count, V)) < 0.2, 3.0, 0.0)
+    rows = rows_of(
+        [options] * count, logprobs_mode=np.arange(count), logit_bias=bias, logprob_ids=[[2, V - 1] + [-1] * 18] * count
+    )
+    rows, allowed = with_counts(rows, *rng.poisson(0.3, (2, count, V))), rng.random((count, T, V)) < 0.8
+    allowed[..., :8] = True
+    positions = jnp.arange(count * T).reshape(count, T)
+    place = jnp.zeros((count, T), jnp.int32), jnp.full(count, T), pack(allowed)
+    tokens, found = at_once(
+        jnp.asarray(logits), rows, positions, sampling_mode(rows), *place, jnp.ones(count, bool), top=top
+    )
+    for b, t in np.ndindex(count, T):
+        row, kind = options_of(rows, b), LOGPROBS_MODES[b]
+        uncut = row | {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        used = {"raw": None, "processed": row, "scaled": uncut}[kind.split("_")[0]]
+        expected = logits[b, t].astype(np.float64)
+        if used is not None:
+            expected, margin = processed_reference(logits[b, t], used, allowed[b, t])
+            assert margin > 1e-4
+        if kind.endswith("logprobs"):
+            expected = scipy.special.log_softmax(expected)
+        np.testing.assert_allclose(found.chosen[b, t], expected[tokens[b, t]], atol=1e-5)
+        order = np.argsort(-expected)[:top]
+        # Tokens that are cut have no order.
+        kept = np.isfinite(expected[order])
+        np.testing.assert_array_equal(found.ids[b, t][kept], order[kept])
+        np.testing.assert_allclose(found.values[b, t], expected[order], atol=1e-5)
+        np.testing.assert_allclose(found.named[b, t, :2], expected[[2, V - 1]], atol=1e-5)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.decoding.batch_init import init_state
+from dflash_jax.decoding.sampling_state import PROCESSED, RAW, SCALED
 from dflash_jax.decoding.speculative import decide, propose
 from dflash_jax.decoding.state import Settings, map_caches
 from dflash_jax.models.drafting import DraftWindow, Proposal
@@ -43,7 +44,7 @@ SAMPLING = {
         frequency=[0.0, 0.0, 0.0, 0.4, 0.3, 0.0],
         presence=[0.0, 0.0, 0.5, 0.6, 0.0, 0.0],
         seed=[3, 1, 2**32 - 1, 7, 8, 9],
-        processed_logprobs=[False, False, True, True, True, False],
+        logprobs_mode=[RAW, RAW, PROCESSED, SCALED, PROCESSED, SCALED],
         logit_bias=BIAS,
     ),
 }

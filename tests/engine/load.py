@@ -13,7 +13,7 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.models.drafting import NO_WINDOW
 from dflash_jax.ops.cache import pages_of
-from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.sampling_params import LOGPROBS_MODES, SamplingParams
 from tests import tiny
 from tools.equality import Reference, equal_or_tie
 
@@ -67,6 +67,7 @@ def some_requests(seed: int, count: int, vocab: int) -> list[dict]:
             seed=i,
             max_tokens=rng.choice([1, 2, 10, 24]),
             logprobs=rng.choice([None, None, 0, 3]),
+            logprobs_mode=LOGPROBS_MODES[i % len(LOGPROBS_MODES)],
         )
         stops = [] if rng.random() < 0.5 else rng.sample(range(2, vocab), 4)
         found.append({"prompt": prompt, "params": params, "stops": stops})

@@ -260,8 +260,9 @@ class CheckedRunner(MockRunner):
         assert self.cached(slot) == row.prompt[:length]
 
 
-def request(prompt, new: int = 10, **options) -> Request:
-    return Request(list(prompt), SamplingParams(max_tokens=new, temperature=0.0), (END,), **options)
+def request(prompt, new: int = 10, prompt_logprobs: int | None = None, **options) -> Request:
+    params = SamplingParams(max_tokens=new, temperature=0.0, prompt_logprobs=prompt_logprobs)
+    return Request(list(prompt), params, (END,), **options)
 
 
 def engine(

@@ -269,8 +269,8 @@ def test_log_probabilities_of_named_tokens(family):
     params = family.wanted[0]["params"]
     named = (7, 3, tiny.VOCAB - 1)
     requests = [
-        Request(prompt, replace(params, logprobs=20, max_tokens=6), prompt_logprobs=20),
-        Request(prompt, replace(params, logprobs=5, logprob_token_ids=named, max_tokens=6), prompt_logprobs=2),
+        Request(prompt, replace(params, logprobs=20, max_tokens=6, prompt_logprobs=20)),
+        Request(prompt, replace(params, logprobs=5, logprob_token_ids=named, max_tokens=6, prompt_logprobs=2)),
         Request(prompt, replace(params, logprob_token_ids=named[:1], logprobs=None, max_tokens=6)),
     ]
     entries = {}

@@ -99,7 +99,7 @@ def test_a_follower_gets_the_leaders_arrays_under_load(pair):
     under_load(engine, target, wanted, expected, 40, seed=1)
     for i in range(4):
         engine.submit(Request(**wanted[i], mask=TokenRules(Rules(min_tokens=3, stop_ids=(5,)), tiny.VOCAB)))
-        engine.submit(Request(**wanted[i], prompt_logprobs=2))
+        engine.submit(Request(**wanted[i] | {"params": replace(wanted[i]["params"], prompt_logprobs=2)}))
     while engine.has_work:
         engine.step()
     assert engine.prefix_cache.tiers.host.hits

@@ -201,7 +201,8 @@ def test_the_context_of_a_prompt_with_images_is_that_of_one_pass(kind, pair):
 
 def test_prompt_logprobs_of_a_prompt_with_images(pair):
     engine = engine_for(pair.plain, (1,), slots=4)
-    wanted = request(1, prompt_logprobs=0)
+    wanted = request(1)
+    wanted.params = replace(wanted.params, prompt_logprobs=0)
     assert run(engine, wanted) == [pair.expected[1]]
     assert len(wanted.prompt_entries) == len(wanted.prompt) - 1
 

@@ -199,7 +199,7 @@ def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_
     for _ in range(6):
         prompt = [rng.randrange(1, 50) for _ in range(rng.choice([3, 20, 34, 60]))]
         options = {"priority": rng.choice([0, 1, 2]), "prompt_logprobs": rng.choice([None, None, 0])}
-        requests.append(request(prompt, rng.randrange(1, 5), **options))
+        requests.append(request(prompt, rng.randrange(5), **options))
         loaded.submit(requests[-1])
         for _ in range(rng.randrange(3)):
             loaded.step()

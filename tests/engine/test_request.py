@@ -11,11 +11,12 @@ GOOD = {"prompt": [1] * 60, "params": SamplingParams(max_tokens=40), "block_size
 
 
 def check(**changes) -> None:
-    LIMITS.check(**GOOD | {"prompt_logprobs": None} | changes)
+    LIMITS.check(**GOOD | changes)
 
 
 def test_a_request_at_every_limit_is_allowed():
-    check(params=SamplingParams(max_tokens=40, logprobs=20), prompt_logprobs=20)
+    check(params=SamplingParams(max_tokens=40, logprobs=20, prompt_logprobs=20))
+    check(prompt=[1] * 100, params=SamplingParams(max_tokens=0))
     check(block_size="auto")
     check(block_size=1)
 
@@ -31,13 +32,16 @@ def test_a_request_at_every_limit_is_allowed():
             "60 prompt tokens and an integer of 16610 bits new ones are an",
         ),
         ({"block_size": 10**5000}, "block size an integer of 16610 bits: it must be 1 to 16"),
-        ({"prompt_logprobs": 10**5000}, "prompt_logprobs is an integer of 16610 bits: it must be at most 20"),
+        (
+            {"params": SamplingParams(prompt_logprobs=10**5000, max_tokens=1)},
+            "prompt_logprobs is an integer of 16610 bits: it must be at most 20",
+        ),
         ({"block_size": 17}, r"block size 17: it must be 1 to 16 \(the drafter's own\), or auto"),
         ({"block_size": 0}, "block size 0: it must be 1 to 16"),
         ({"block_size": "wide"}, "block size wide: it must be 1 to 16"),
         ({"stops": range(17)}, "stop_token_ids and the checkpoint's own are 17: at most 16 are possible"),
         ({"params": SamplingParams(max_tokens=40, logprobs=21)}, "^logprobs is 21: it must be at most 20"),
-        ({"prompt_logprobs": 21}, "^prompt_logprobs is 21: it must be at most 20"),
+        ({"params": SamplingParams(prompt_logprobs=21, max_tokens=1)}, "^prompt_logprobs is 21: it must be at most 20"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -106,7 +106,7 @@ def test_requests_with_and_without_masks_take_turns_until_rounds_for_all_are_com
 def test_requests_whose_program_cannot_be_compiled_end_with_an_error(kind):
     engine = mock_runner.engine(slots=2)
     engine.runner.allowed = set(FIRST)
-    waits = request([1, 2, 3]) if kind == "masked" else request([1, 2, 3], prompt_logprobs=[])
+    waits = request([1, 2, 3]) if kind == "masked" else request([1, 2, 3], prompt_logprobs=0)
     if kind == "masked":
         waits.mask = FakeMask()
     other = request([4, 5, 6])

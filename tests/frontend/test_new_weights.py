@@ -264,7 +264,9 @@ class TestDrafter:
         source = llm.loader.checkpoint.drafts[0]
         entries = open_drafter(source).entries
         directory = tmp_path / "draft"
-        save_module(new, [e for e in entries if e.path in parameter_paths(new)], read_raw(source), directory, np.float32)
+        save_module(
+            new, [e for e in entries if e.path in parameter_paths(new)], read_raw(source), directory, np.float32
+        )
         given = {"module": new, "directory": directory, "by the drafter's name": {llm.draft_names[0]: new}}
         read = TensorFiles(directory)
         given["names"] = {name: np.array(read.read(name)) for name in read}

@@ -42,6 +42,7 @@ from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import FP8, KVCache
 from dflash_jax.ops.weights import QuantizedWeight, TransposedWeight, is_weight, quantize
 from dflash_jax.parallel.sharding import AxisSharding, Layout, parameter_paths, parameter_specs, spec
+from dflash_jax.sampling_params import LOGPROBS_MODES
 from tests import few_bits
 from tests.engine.load import alone, copying_out, engine_for, run_last, some_requests, under_load
 from tests.families import OUTSIDE, VOCAB, examples_registered, family_config, save_example
@@ -83,6 +84,7 @@ def decode(programs: Executables, sampled: bool):
     for i in live:
         options = cuts | {"temperature": 0.9 if sampled and i % 2 == 0 else 0.0, "seed": i, "max_tokens": NEW[i]}
         options |= {"repetition_penalty": 1.2, "presence_penalty": 0.3} if sampled else {"repetition_penalty": 1.0}
+        options["logprobs_mode"] = LOGPROBS_MODES[i % 3 if sampled else 0]
         slots.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
         for start in range(0, len(PROMPTS[i]) - 1, 8):
             slots.prefill([i], [min(8, len(PROMPTS[i]) - 1 - start)], 8)
@@ -343,6 +345,21 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text(tmp_pa
             assert block_size == 1 or max(found.acceptance_lengths) > 1
             parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
             assert parting is None or parting.is_tie
+
+
+def test_scores_of_prompts_and_continuations_are_those_of_one_device():
+    """Slots and the vocabulary are divided."""
+    one, eight = LLM(max_len=256), LLM(max_len=256, mesh="data=2,tensor=4")
+    params = SamplingParams(temperature=0.7, logprobs_mode="scaled_logprobs", top_k=20, max_tokens=8, logprobs=2)
+    (drawn,) = one.generate(["def f("], params)
+    pairs = [drawn.prompt_ids, [2, 3], [5] * 90], [drawn.token_ids, [7] * 70, [9]]
+    for mine, right in zip(eight.score(*pairs, params), one.score(*pairs, params), strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-4)
+    (found,) = eight.generate([drawn.prompt_ids], replace(params, seed=1, prompt_logprobs=2))
+    scores = eight.score([found.prompt_ids], [found.token_ids], params)[0]
+    np.testing.assert_allclose([entry["logprob"] for entry in found.logprobs], scores, atol=1e-4)
+    raw = [entry[token].logprob for entry, token in zip(found.prompt_logprobs[1:], found.prompt_ids[1:], strict=True)]
+    np.testing.assert_allclose(raw, one.score([found.prompt_ids[:1]], [found.prompt_ids[1:]])[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("draft", ["auto", pytest.param("mtp", marks=pytest.mark.long)])

@@ -84,7 +84,7 @@ def lead(group, target, programs: Executables) -> None:
         engine = Engine(runner, plain.config, plain.policy)
         under_load(engine, target, wanted, expected, 40, seed=1)
         masked = Request(**wanted[0], mask=TokenRules(Rules(bad_words=((60,),)), tiny.VOCAB), block_size=8)
-        scored = Request(**wanted[1], prompt_logprobs=1)
+        scored = Request(**wanted[1] | {"params": replace(wanted[1]["params"], prompt_logprobs=1)})
         engine.submit(masked)
         engine.submit(scored)
         while engine.has_work:

@@ -61,6 +61,7 @@ def test_log_probabilities_of_chosen_tokens_in_a_prompt(quiet, llm, params, most
     prompts, close = [llm.encode("def f(x):"), llm.encode("import os")], partial(pytest.approx, abs=1e-4)
     named = [[prompts[0][1], prompts[0][2], 7], [prompts[1][1]]]
     sampling = {"max_new_tokens": 4, "temperature": params["temperature"], "sampling_seed": params.get("seed")}
+    sampling["logprobs_mode"] = "raw_logprobs"
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     right = quiet.post("/generate", **body, top_logprobs_num=20).json()
     for width in (1, 8):
