@@ -134,8 +134,9 @@ class TunixRollout(BaseRollout):
             "ignore_eos": True,
             "logprobs": 0,
             "logprobs_mode": "processed",
+            **kwargs,
         }
-        params = [SamplingParams(**options | {"seed": self._seeds.getrandbits(32)} | kwargs) for _ in prompts]
+        params = [SamplingParams(**{"seed": self._seeds.getrandbits(32), **options}) for _ in prompts]
         completions = self.llm.generate([{"prompt_token_ids": each} for each in ids], params)
         width = rollout_config.max_prompt_length
         if (longest := max(map(len, ids))) > width:
