@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import subprocess
+import sys
 
 import pytest
 
@@ -19,7 +20,10 @@ SAID = {
     "server_and_client.py": "64 tokens",
     "custom_drafter.py": "48 tokens in",
     "train_drafter.py": "tokens a round",
+    "grpo.py": "step 2: reward",
 }
+# Fewer steps than a reader's.
+ARGUMENTS = {"grpo.py": ("--steps", "2")}
 
 
 def test_every_example_is_run():
@@ -32,6 +36,7 @@ def test_every_example_is_run():
 def test_example_runs_and_prints_its_result(name, tmp_path, monkeypatch, capsys):
     """In this process, which has imported JAX; processes that an example starts are its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, ())])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert SAID[name] in capsys.readouterr().out
 
