@@ -5,7 +5,12 @@ class InputError(ValueError):
     """Bad input from outside: a path, a checkpoint, an option, a prompt.
 
     The message names the bad value and what would be right. Command lines print it as one line and exit with code 2.
+    A second argument has what the message counts, and is no part of it.
     """
+
+    def __str__(self) -> str:
+        """The message."""
+        return str(self.args[0]) if self.args else ""
 
 
 class EngineError(RuntimeError):

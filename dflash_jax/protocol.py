@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.media import UnencodedMedia
-from dflash_jax.engine.request import Times
+from dflash_jax.engine.request import FIRST_VERSION, Times
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import EngineError, InputError, QueueFullError, UnavailableError
 from dflash_jax.sampling_params import SamplingParams
@@ -196,6 +196,22 @@ class Abort(Record):
     name: str | None
 
 
+class Manage(Record):
+    """Changes the weights of the engine, pauses it, or takes its memory; `Answered` or `Failed` answers.
+
+    Attributes:
+        number: Of the call.
+        action: A method of `server.management.Management`.
+        arguments: Its arguments, by name.
+        tensors: The bytes of a safetensors file, where the action has such; uint8.
+    """
+
+    number: int
+    action: str
+    arguments: dict[str, Any]
+    tensors: np.ndarray | None = None
+
+
 class Ask(Record):
     """Asks for "figures" or "metrics", to "flush" or "reset" prefixes, or whether the engine does "generate".
 
@@ -244,10 +260,21 @@ class Hello(Record):
 
 
 class State(Record):
-    """Whether the engine takes requests, and why it has failed; sent whenever that changes."""
+    """Whether the engine takes requests, and why it has failed; sent whenever something of it changes.
+
+    Attributes:
+        is_ready: Whether the warm-up has ended.
+        failure: Why it has failed; None while it works.
+        version: The version of its weights.
+        rest: "paused" or "sleeping" where nothing is generated until an administrator says so; else "".
+        refuses: Whether requests are refused meanwhile.
+    """
 
     is_ready: bool
     failure: str | None
+    version: str = FIRST_VERSION
+    rest: str = ""
+    refuses: bool = False
 
 
 class Begun(Record):
@@ -297,6 +324,7 @@ class Event(Part):
         proposals: Where recorded, the drafts of each round.
         times: When the request reached each stage, where that is new.
         cached: Prompt tokens that came from the prefix cache; with the first event.
+        version: The version of the weights that drew the tokens; None: as of the event before.
     """
 
     number: int
@@ -310,6 +338,7 @@ class Event(Part):
     proposals: list[list[int]] | None = None
     times: Times | None = None
     cached: int = 0
+    version: str | None = None
 
 
 class Scores(Record):
@@ -338,7 +367,7 @@ class Events(Record):
     events: list[Event]
 
 
-FromFront = Submit | Compile | Leave | Abort | Ask
+FromFront = Submit | Compile | Leave | Abort | Manage | Ask
 FromEngine = Hello | State | Begun | Answered | Failed | Scores | Events
 
 # The exceptions that cross, by kind.

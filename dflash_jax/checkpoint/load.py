@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,19 @@ from jax.sharding import NamedSharding
 from dflash_jax import progress
 from dflash_jax.checkpoint import orbax, quantization, quantized
 from dflash_jax.checkpoint.config_files import parsed, read_raw
+from dflash_jax.checkpoint.disk_array import DiskArray
 from dflash_jax.checkpoint.files import TensorFiles, Tensors, tensor_names, write_json, write_tensors
 from dflash_jax.checkpoint.given import GivenTensors
-from dflash_jax.checkpoint.parameters import C, Source, cast, check_quantize, of_drafter, read_parameter, spread
+from dflash_jax.checkpoint.parameters import (
+    C,
+    Source,
+    cast,
+    check_quantize,
+    finished,
+    of_drafter,
+    read_parameter,
+    spread,
+)
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
@@ -268,6 +279,24 @@ def load_target(
         return orbax.load(module, directory, dtype, layout, quantize)
     source = open_target(directory, overrides, files, kept)
     return fill(abstract_decoder(source.config, dtype, layout, backend), source, dtype, layout, quantize, kept)
+
+
+def dummy(module, dtype, layout: Layout, quantize: str | None = None):
+    """An abstract module with random numbers that are near 0; arguments as of `fill`."""
+    mesh, leaves = layout.mesh(), []
+    # Repeated: they come from memory faster than from a generator. A prime: no two rows are alike.
+    numbers = np.random.default_rng(0).uniform(-1e-3, 1e-3, 65537).astype(np.float32)
+    for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
+        sharding = NamedSharding(mesh, spec)
+
+        def part(index: tuple[slice, ...], dtype=leaf.dtype) -> np.ndarray:
+            shape = [cut.stop - cut.start for cut in index]
+            whole = jnp.issubdtype(dtype, jnp.integer)
+            return (np.arange(math.prod(shape)).reshape(shape) if whole else np.resize(numbers, shape)).astype(dtype)
+
+        array = place(DiskArray(leaf.shape, leaf.dtype, part), sharding)
+        leaves.append(spread(finished({"array": array}, dtype, path, quantize, sharding), sharding))
+    return jax.tree.unflatten(jax.tree.structure(module), leaves)
 
 
 def read_kv_scales(

@@ -7,12 +7,15 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isnan
 from typing import Any
 
+import numpy as np
+
 from dflash_jax import protocol
 from dflash_jax.cluster.routing import ADDED, Beginning, Replica, Replicas, beginnings_of, session
-from dflash_jax.engine.request import Times
+from dflash_jax.engine.request import FIRST_VERSION, Times
 from dflash_jax.errors import EngineError, QueueFullError, UnavailableError
 from dflash_jax.server.engine_client import EngineClient, Inbox, LostError, RemoteSequence
 from dflash_jax.server.errors import ApiError
@@ -354,7 +357,13 @@ class Fleet:
     @property
     def state(self) -> protocol.State:
         """Whether any engine takes requests. A fleet does not fail: engines are replaced."""
-        return protocol.State(bool(self.replicas.open), None)
+        states = [engine.client.state for engine in self._connected()]
+        # During an update, or after one that a replica has not seen, there are several versions.
+        versions = dict.fromkeys(state.version for state in states) or [FIRST_VERSION]
+        rests = {state.rest for state in states} or {""}
+        refuses = bool(states) and all(state.refuses for state in states)
+        rest = "" if "" in rests else "sleeping" if "sleeping" in rests else "paused"
+        return protocol.State(bool(self.replicas.open), None, ", ".join(versions), rest, refuses)
 
     @property
     def takes_requests(self) -> bool:
@@ -397,6 +406,37 @@ class Fleet:
         for request in self._requests:
             if request.owner == owner:
                 request.abort(name)
+
+    async def manage(self, action: str, tensors: np.ndarray | None = None, **arguments: Any) -> Any:
+        """As of `EngineClient`, at all engines: new weights at one after the other, so that the others answer.
+
+        Returns:
+            The answer of the first one; counts are sums.
+
+        Raises:
+            ApiError: 503, an engine does not answer; 409, engines have different weights, or not all of them have done
+                it.
+        """
+        engines, answers = self._connected(), []
+        if not engines:
+            raise UnavailableError("no engine is ready")
+        calls = [partial(engine.client.manage, action, tensors, **arguments) for engine in engines]
+        if action in ("update", "give", "finish"):
+            for engine, call in zip(engines, calls, strict=True):
+                try:
+                    answers.append(await call())
+                except Exception as e:
+                    if not answers:
+                        raise
+                    message = f"{len(answers)} of {len(engines)} engines have done it, and not {engine.name}: {e}"
+                    raise ApiError(409, message) from None
+        else:
+            answers = await asyncio.gather(*(call() for call in calls))
+        if action == "abort":
+            return sum(answers)
+        if action == "checksums" and any(answer != answers[0] for answer in answers):
+            raise ApiError(409, "the engines have different weights")
+        return answers[0]
 
     async def compile(self, form: protocol.Form) -> list[str]:
         """As of `EngineClient`: the same form at the same engine, where it can be."""

@@ -60,9 +60,9 @@ class AheadOfTime(Programs):
                 future.result()
             self._executables.compile_s += time.perf_counter() - self._began
 
-    def _compile(self, key: tuple, lowered) -> float:
-        """Compiles a program for the executables: seconds."""
-        self._executables.compiled[key], seconds = self._executables.compile(lowered)
+    def _compile(self, compiled: dict, key: tuple, lowered) -> float:
+        """Compiles a program, of the executables' form when it was lowered: seconds."""
+        compiled[key], seconds = self._executables.compile(lowered)
         return seconds
 
     def run(self, step: Step, state: DecodeState, *args: Any, **static: Any) -> Any:
@@ -71,7 +71,7 @@ class AheadOfTime(Programs):
         if key not in self._results:
             if (program := self._executables.compiled.get(key)) is None:
                 program = self._executables.lower(step, state, *args, **static)
-                self.pending[key] = self._threads.submit(self._compile, key, program)
+                self.pending[key] = self._threads.submit(self._compile, self._executables.compiled, key, program)
             specs = self.specs(step, state, static)[1]
             shapes, specs = program.out_info, (REPLICATED, specs) if step.changes else specs
             shardings = self._executables.shardings(jax.tree.broadcast(specs, shapes))

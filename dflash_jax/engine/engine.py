@@ -15,7 +15,7 @@ from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.masking import WAIT_S as MASK_WAIT_S
 from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import ModelRunner
-from dflash_jax.engine.request import NO_SLOT, Event, Request, RequestLimits, Times
+from dflash_jax.engine.request import FIRST_VERSION, NO_SLOT, Event, Request, RequestLimits, Times
 from dflash_jax.engine.results import Results, as_failure, reason, take_scores
 from dflash_jax.engine.scheduler import DecodeScheduler
 from dflash_jax.engine.slots import Slots
@@ -27,8 +27,6 @@ log = logging.getLogger("dflash_jax")
 
 # Seconds that a step without other work waits for a late mask, or for a program that is being compiled.
 WAIT_S = 0.005
-# The version of the weights that an engine begins with, as SGLang names it.
-FIRST_VERSION = "default"
 # Requests that may have a slot or wait, if many clients use their shares, over those of one client.
 MOST_SHARES = 2
 

@@ -16,6 +16,8 @@ from dflash_jax.engine.statistics import Round
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
+# The version of the weights that an engine begins with, as SGLang names it.
+FIRST_VERSION = "default"
 # The slot of a request that has not been admitted.
 NO_SLOT = -1
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Event, Request
@@ -17,6 +17,8 @@ from dflash_jax.errors import EngineError, UnavailableError
 log = logging.getLogger("dflash_jax")
 
 T = TypeVar("T")
+# Gets the result of a call, or its error. Any thread may call it.
+Deliver = Callable[[Any, Exception | None], None]
 
 # Events of a request that a slow consumer gets at once.
 MOST_EVENTS = 64
@@ -42,6 +44,8 @@ class AsyncEngine:
         self.on_change: Callable[[], None] = lambda: None
         self._wake = threading.Condition()
         self._commands: deque = deque()
+        # What waits for the end of all requests. Only the thread touches it.
+        self._idle: list[Deliver] = []
         self._router = EventRouter()
         # Held while places are counted and taken.
         self._places = threading.RLock()
@@ -83,18 +87,38 @@ class AsyncEngine:
         """Ends a request at any stage; its last event has the finish reason "abort"."""
         self._command(self.engine.abort, request)
 
+    async def until_idle(self) -> None:
+        """Returns when all requests have ended.
+
+        Raises:
+            UnavailableError: The thread has ended before.
+        """
+        await self._answer(lambda deliver: self._command(self._idle.append, deliver))
+
     async def call(self, function: Callable[[], T]) -> T:
         """Runs ``function()`` on the engine's thread between two steps, and returns its result.
 
         Raises:
             UnavailableError: The thread has ended.
         """
-        if self._stopping or not self._thread.is_alive():
+
+        def run(deliver: Deliver) -> None:
+            try:
+                value, error = function(), None
+            except Exception as e:
+                value, error = None, e
+            deliver(value, error)
+
+        return await self._answer(lambda deliver: self._command(run, deliver))
+
+    async def _answer(self, ask: Callable[[Deliver], None]) -> Any:
+        """What the thread gives to the function that ``ask`` gets."""
+        if self._stopping or self._has_ended or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
         loop = asyncio.get_running_loop()
         result = loop.create_future()
 
-        def deliver(value: T | None, error: Exception | None) -> None:
+        def settle(value: Any, error: Exception | None) -> None:
             if result.done():
                 # The caller has left.
                 return
@@ -103,16 +127,12 @@ class AsyncEngine:
             else:
                 result.set_result(value)
 
-        def run() -> None:
-            try:
-                value, error = function(), None
-            except Exception as e:
-                value, error = None, e
+        def deliver(value: Any, error: Exception | None) -> None:
             # A closed loop waits for no result.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(deliver, value, error)
+                loop.call_soon_threadsafe(settle, value, error)
 
-        self._command(run)
+        ask(deliver)
         return await result
 
     async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -243,9 +263,13 @@ class AsyncEngine:
         failure = self.engine.failure
         self._router.send_all(EngineError(failure) if failure else UnavailableError("the engine was stopped"))
         self.engine.close()
+        stopped = UnavailableError("the engine was stopped")
+        self._tell_idle(stopped)
         for function, args in list(self._commands):
             if function == self._submit:
                 args[0].close()
+            elif args and callable(args[-1]):
+                args[-1](None, stopped)
 
     def _serve(self) -> None:
         while True:
@@ -261,6 +285,12 @@ class AsyncEngine:
                 self._router.send([(event.request, event) for event in self.engine.step()])
                 if self.engine.failure is not None:
                     self._after_failure()
+            if not self.engine.unfinished:
+                self._tell_idle()
+
+    def _tell_idle(self, error: Exception | None = None) -> None:
+        while self._idle:
+            self._idle.pop()(None, error)
 
     def _after_failure(self) -> None:
         if not self.restarts:

@@ -1,6 +1,7 @@
 """What an `LLM` does between generations: it takes new weights, pauses, and gives its memory back for a while."""
 
 from collections.abc import Collection, Mapping
+from hashlib import sha256
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -20,13 +21,15 @@ from dflash_jax.frontend.loading import Loader
 from dflash_jax.frontend.new_weights import DraftWeights, NewWeights, Renewal, Weights
 from dflash_jax.frontend.sync_engine import PAUSED, SyncEngine
 from dflash_jax.models.drafting import together
+from dflash_jax.ops.weights import is_weight
 from dflash_jax.parallel.group import Group
-from dflash_jax.parallel.sharding import place
+from dflash_jax.parallel.sharding import parameter_paths, place
 
 IN_FLIGHT = ("recompute", "wait", "abort")
 PAUSES = ("keep", "wait", "abort")
 # What takes memory on the devices, by the names of vLLM and SGLang.
 TAGS = ("weights", "kv_cache")
+ON_HOST = "the weights sleep on the host: wake(['weights']) brings them back; before new ones, sleep(2) drops them"
 DROPPED = "the weights were dropped by sleep(2): update_weights() gives new ones"
 READ_ONLY = "the models of an LLM cannot be set: update_weights() gives them new weights"
 T = TypeVar("T")
@@ -37,6 +40,7 @@ class Lifecycle:
 
     weight_version: str
     is_paused: bool
+    draft_names: Any
     programs: Executables
     plain_programs: Executables
     encoder: VisionEncoder | None
@@ -79,7 +83,8 @@ class Lifecycle:
 
         Raises:
             InputError: A name, a shape or an argument is wrong. Then nothing is changed.
-            EngineError: The model runs on several processes.
+            EngineError: The model runs on several processes, its weights sleep on the host, or requests are to be
+                finished in a pause. Then nothing is changed either.
         """
         _check_choice("in_flight", in_flight, IN_FLIGHT)
         _check_version(version)
@@ -99,9 +104,11 @@ class Lifecycle:
         self._check_alone()
         if weights is None and drafter is None:
             raise InputError("weights and drafter are None: give one of them")
-        if partial and self._lacks_weights:
+        if self._on_host is not None:
+            raise EngineError(ON_HOST)
+        if partial and self.lacks_weights:
             raise InputError(f"partial is True: {DROPPED}")
-        return Renewal(self.loader, self._models, partial, self._lacks_weights).of(weights, drafter)
+        return Renewal(self.loader, self._models, partial, self.lacks_weights).of(weights, drafter)
 
     def take_weights(self, new: NewWeights, *, version: str | None = None, in_flight: str = "recompute") -> str:
         """The second half of `update_weights`, on the thread of the engines: the models of ``new`` take their place."""
@@ -114,7 +121,6 @@ class Lifecycle:
                 engine.abort_all()
             engine.forget()
             engine.version = self.weight_version
-        self._on_host = None
         self._install(new)
         return self.weight_version
 
@@ -141,9 +147,9 @@ class Lifecycle:
 
         Raises:
             InputError: A name is of no tensor of the target.
+            EngineError: The LLM sleeps.
         """
-        if self._lacks_weights:
-            raise InputError(DROPPED)
+        self._check_awake()
         directory = self.loader.checkpoint.directory
         entries = read_entries(directory, (converted_names if is_orbax(directory) else tensor_names)(directory))
         known = {tensor.name for entry in entries for tensor in entry.tensors}
@@ -152,6 +158,34 @@ class Lifecycle:
         wanted = [entry for entry in entries if any(tensor.name in names for tensor in entry.tensors)]
         found = tensors_of(self._models.target, wanted)
         return {name: found[name] for name in names}
+
+    def name_weights(self, version: str) -> None:
+        """Gives the weights another version, on the thread of the engines: of the tokens from now on."""
+        _check_version(version)
+        self.weight_version = version
+        for engine in self.engines:
+            engine.version = version
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each parameter as it is computed with, by our name; a drafter's begins with its own name.
+
+        Raises:
+            EngineError: The LLM sleeps.
+        """
+        self._check_awake()
+        sums = {}
+        for name, model in (("", self.target), *zip(self.draft_names, self.drafters, strict=True)):
+            weights = jax.tree.leaves(model, is_leaf=is_weight)
+            for path, weight in zip(parameter_paths(model, is_weight), weights, strict=True):
+                digest = sha256()
+                for array in jax.tree.leaves(weight):
+                    digest.update(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data)
+                sums[f"{name}/{path}" if name else path] = digest.hexdigest()
+        return sums
+
+    def _check_awake(self) -> None:
+        if self.lacks_weights:
+            raise EngineError(DROPPED if self._on_host is None else ON_HOST)
 
     # Pauses.
 
@@ -178,7 +212,7 @@ class Lifecycle:
             EngineError: The LLM sleeps.
         """
         if self.is_sleeping:
-            raise EngineError(DROPPED if self._lacks_weights and self._on_host is None else PAUSED)
+            raise EngineError(DROPPED if self.lacks_weights and self._on_host is None else PAUSED)
         for engine in self.engines:
             engine.is_paused = False
         self.is_paused = False
@@ -188,10 +222,11 @@ class Lifecycle:
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or caches are not on the devices."""
-        return self._lacks_weights or not all(engine.has_caches for engine in self.engines)
+        return self.lacks_weights or not all(engine.has_caches for engine in self.engines)
 
     @property
-    def _lacks_weights(self) -> bool:
+    def lacks_weights(self) -> bool:
+        """Whether the weights are not on the devices."""
         return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.programs.weights)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -221,7 +256,7 @@ class Lifecycle:
         if "kv_cache" in tags:
             for engine in self.engines:
                 engine.release_caches()
-        if "weights" in tags and not self._lacks_weights:
+        if "weights" in tags and not self.lacks_weights:
             self._on_host = jax.tree.map(_copied, self._models) if keep_weights else None
             self._install(jax.tree.map(_shape, self._models))
 
@@ -236,7 +271,7 @@ class Lifecycle:
             EngineError: All is asked for, and the weights were dropped.
         """
         _check_tags(TAGS if tags is None else tags)
-        if tags is None and self._lacks_weights and self._on_host is None:
+        if tags is None and self.lacks_weights and self._on_host is None:
             raise EngineError(DROPPED)
         tags = TAGS if tags is None else tags
         if "weights" in tags and self._on_host is not None:
@@ -261,7 +296,7 @@ def _check_version(version: Any) -> None:
 
 
 def _check_tags(tags: Any) -> None:
-    if isinstance(tags, str) or not set(tags) <= set(TAGS):
+    if not isinstance(tags, list | tuple | set | frozenset) or not all(tag in TAGS for tag in tags):
         raise wrong("tags", tags, f"a list of {' and '.join(TAGS)}")
 
 

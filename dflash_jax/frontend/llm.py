@@ -27,11 +27,12 @@ from dflash_jax.engine.config import (
     speculations_of,
 )
 from dflash_jax.engine.draft_length import DraftLengthPolicy
-from dflash_jax.engine.engine import FIRST_VERSION, Engine
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.lead import Follower, Leader
 from dflash_jax.engine.memory import allow_pinned_memory, free_memory, plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.request import FIRST_VERSION
 from dflash_jax.engine.round_costs import NO_RECORD, CostRecord, RoundCosts, platform_named, processors
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.front_model import ModelFacts

@@ -24,8 +24,8 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 MAX_PATH = 4096
 # What all processes of one model need alike: it makes the programs and the weights. Paths may differ.
 SHARED = (
-    "revision", "draft_revision", "hf_overrides", "dtype", "quantize", "kv_cache_dtype", "activations", "mesh",
-    "decode_context_parallel_size", "kernels", "max_block_size", "draft_window_size", "draft_sink_size",
+    "revision", "draft_revision", "hf_overrides", "dtype", "quantize", "load_format", "kv_cache_dtype", "activations",
+    "mesh", "decode_context_parallel_size", "kernels", "max_block_size", "draft_window_size", "draft_sink_size",
     "language_model_only", "reproducible",
 )  # fmt: skip
 # A drafter's directory or repo, "mtp", "auto", or an object.
@@ -90,6 +90,11 @@ class LLMConfig(LLMOptions):
         if self.draft is None:
             return ()
         return (self.draft,) if isinstance(self.draft, Draft) else tuple(self.draft)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the target has random weights."""
+        return self.load_format == "dummy"
 
     def shared(self) -> dict[str, str]:
         """The values of `SHARED`, as text, and the drafters and lists of tokens without their paths."""

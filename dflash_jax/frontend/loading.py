@@ -15,20 +15,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax import progress
 from dflash_jax.argument_checks import wrong
-from dflash_jax.checkpoint import smollm2
+from dflash_jax.checkpoint import quantization, smollm2
 from dflash_jax.checkpoint.config_files import published_drafters, read_raw
 from dflash_jax.checkpoint.files import Tensors
-from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.checkpoint.hub import PATTERNS, resolve
 from dflash_jax.checkpoint.load import (
     DRAFT_TOKENS,
     check_copies,
     check_drafter,
     check_target,
+    dummy,
     load_drafter,
     load_target,
     load_tower,
     read_draft_tokens,
+    read_fitting_drafter,
     read_kv_scales,
+    read_target_config,
 )
 from dflash_jax.checkpoint.parameters import cast
 from dflash_jax.checkpoint.quantization import without_format
@@ -40,7 +43,7 @@ from dflash_jax.frontend.llm_config import DTYPES, TINY, Draft, LLMConfig
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.config import DraftConfig, ModelConfig
-from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.drafters import OwnConfig, abstract_drafter, config_of, vocabulary_of
 from dflash_jax.models.drafting import Drafting
@@ -48,7 +51,7 @@ from dflash_jax.models.kv_scales import is_scale, with_fp8_caches
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import pack_weights, transpose_experts, unpack_weights
-from dflash_jax.models.vision import VisionTower
+from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.moe import transposes_experts
 from dflash_jax.ops.weights import GROUPS, PackedWeight, QuantizedWeight, Weight, dense, is_nvfp4, is_weight
@@ -93,8 +96,11 @@ class Checkpoint:
         """Reads what a configuration names. Raises InputError for what does not fit together."""
         directory = TINY / "target"
         if given.target is not None:
-            directory = resolve(given.target, given.revision, given.download_dir)
-        config = check_target(directory, given.hf_overrides)
+            patterns = [p for p in PATTERNS if not (given.is_dummy and p.endswith(".safetensors"))]
+            directory = resolve(given.target, given.revision, given.download_dir, tuple(patterns))
+        if given.is_dummy:
+            _check_dummy(directory, given.hf_overrides)
+        config = (read_target_config if given.is_dummy else check_target)(directory, given.hf_overrides)
         if given.drafts != ("auto",):
             named = _named(given.drafts)
         elif smollm2.is_smollm2(given.target):
@@ -112,7 +118,7 @@ class Checkpoint:
         drafts = tuple(map(found, named.values()))
         if not drafts and given.draft_tokens not in (None, "none", "auto"):
             raise InputError(f"draft tokens {given.draft_tokens}: there is no drafter")
-        block_sizes = tuple(_check(draft, config, _overrides(given, draft, directory)).block_size for draft in drafts)
+        block_sizes = tuple(_check(draft, config, given, directory).block_size for draft in drafts)
         vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
         files = _files(given, directory)
         defaults, tokenizer = files.defaults(), files.tokenizer()
@@ -155,13 +161,22 @@ def _published(given: LLMConfig, target: ModelConfig) -> dict[str, Draft]:
     return {name: directory}
 
 
-def _check(draft: Path | Drafting, target: ModelConfig, overrides: dict | None) -> DraftConfig | MtpConfig | OwnConfig:
-    """The configuration of a drafter. Raises InputError where it does not fit the target."""
+def _check(
+    draft: Path | Drafting, target: ModelConfig, given: LLMConfig, directory: Path
+) -> DraftConfig | MtpConfig | OwnConfig:
+    """The configuration of a drafter. Raises InputError where it does not fit the target, whose directory is given."""
     if isinstance(draft, Path):
-        return check_drafter(draft, target, overrides)
+        is_dummy = given.is_dummy and draft.resolve() == directory.resolve()
+        return (read_fitting_drafter if is_dummy else check_drafter)(draft, target, _overrides(given, draft, directory))
     config = config_of(draft)
     config.check_fits(target)
     return config
+
+
+def _check_dummy(directory: Path, overrides: dict | None) -> None:
+    """Raises InputError where a checkpoint is in few bits."""
+    if quantization.read(read_raw(directory, overrides), directory) is not None:
+        raise InputError(f"load_format is 'dummy': {directory} is in few bits, whose form only its tensors tell")
 
 
 def _overrides(given: LLMConfig, draft: Path | Drafting, target: Path) -> dict | None:
@@ -240,7 +255,12 @@ class Loader:
 
     def models(self) -> tuple[Decoder, tuple[Drafting, ...]]:
         """The target and its drafters."""
-        target, drafters = self.target(self.checkpoint.directory), list[Drafting]()
+        directory, given, drafters = self.checkpoint.directory, self.given, list[Drafting]()
+        if given.is_dummy:
+            module = abstract_decoder(self.checkpoint.config, self._dtype, given.layout, self.backend)
+            target = self.finished(dummy(module, self._dtype, given.layout, self.quantize), directory)
+        else:
+            target = self.target(directory)
         for draft, ids in zip(self.checkpoint.drafts, self.checkpoint.draft_vocabularies, strict=True):
             drafter = self.drafter(draft, target)
             if isinstance(drafter, Drafter | Mtp):
@@ -266,7 +286,7 @@ class Loader:
         if self.backend.fp4_activations:
             _check_fp4(target)
         if self.given.has_fp8_caches:
-            scales = read_kv_scales(directory, self.checkpoint.config, self.given.hf_overrides)
+            scales = self._kv_scales(directory, self.checkpoint.config, self.given.hf_overrides)
             target = with_fp8_caches(target, scales)
         return packed(target, self.given.dtype_name, like)
 
@@ -287,13 +307,22 @@ class Loader:
             return placed_drafter(draft, target, mesh, given.dtype_name, given.has_fp8_caches, like)
         overrides = _overrides(given, draft, directory)
         options = (self.checkpoint.config, given.layout, self.backend, self.quantize, overrides)
-        drafter = load_drafter(draft, self._dtype, *options, target.norm.weight[...], files)
-        if isinstance(drafter, Mtp) and files is None:
-            check_copies(draft, directory)
+        if given.is_dummy and files is None and draft.resolve() == directory.resolve() and like is None:
+            module = abstract_drafter(MtpConfig(self.checkpoint.config), self._dtype, given.layout, self.backend)
+            drafter = dummy(module, self._dtype, given.layout, self.quantize)
+        else:
+            drafter = load_drafter(draft, self._dtype, *options, target.norm.weight[...], files)
+            if isinstance(drafter, Mtp) and files is None:
+                check_copies(draft, directory)
         drafter = without_copies(drafter, target, like)
         if given.has_fp8_caches:
-            drafter = with_fp8_caches(drafter, read_kv_scales(draft, drafter.config, overrides))
+            drafter = with_fp8_caches(drafter, self._kv_scales(draft, drafter.config, overrides))
         return packed(drafter, given.dtype_name, like)
+
+    def _kv_scales(self, directory: Path, *options: Any) -> dict[str, np.ndarray]:
+        """`read_kv_scales`; none where a target has no tensors but random weights."""
+        is_dummy = self.given.is_dummy and directory.resolve() == self.checkpoint.directory.resolve()
+        return {} if is_dummy else read_kv_scales(directory, *options)
 
 
 def _check_fp4(target: Decoder) -> None:
@@ -321,7 +350,11 @@ def load_encoder(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> 
             return None
         # The leader computes the rows by itself, and sends them with the prompt's chunks.
         layout = ONE_DEVICE
-    tower = load_tower(checkpoint.directory, DTYPES[given.dtype_name], layout, backend, given.hf_overrides)
+    dtype = DTYPES[given.dtype_name]
+    if given.is_dummy:
+        tower = dummy(abstract_tower(config.vision, dtype, backend), dtype, layout)
+    else:
+        tower = load_tower(checkpoint.directory, dtype, layout, backend, given.hf_overrides)
     return None if tower is None else VisionEncoder(packed(tower, given.dtype_name), layout, given.media_cache_bytes)
 
 

@@ -115,7 +115,7 @@ class Renewal:
 
     def _target_of_tensors(self, files: GivenTensors) -> tuple[Decoder, GivenTensors | None]:
         """The target of named arrays, and these where they have the names of a checkpoint."""
-        paths = self._paths()
+        paths = dict(_leaves(self.old.target))
         if sum(name in paths for name in files) * 2 > len(files):
             return self._target_of({name: files.array(name) for name in files}), None
         kept = {}
@@ -132,16 +132,13 @@ class Renewal:
             kept = {path: leaf for path, leaf in _leaves(self.old.target) if path not in read and not is_scale(path)}
         return self.loader.target(self._directory, self.old.target, files=files, kept=kept), files
 
-    def _paths(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter by our name."""
-        module = abstract_decoder(self.loader.checkpoint.config)
-        return dict(zip(parameter_paths(module), (x.shape for x in jax.tree.leaves(module)), strict=True))
-
     def _target_of(self, given: dict[str, Any]) -> Decoder:
         """The target of arrays by our names."""
         loader = self.loader
         dtype, layout, quantize = DTYPES[loader.given.dtype_name], loader.given.layout, loader.quantize
-        shapes, old = self._paths(), dict(_leaves(self.old.target))
+        module = abstract_decoder(loader.checkpoint.config, dtype, layout, loader.backend)
+        shapes = dict(zip(parameter_paths(module), (x.shape for x in jax.tree.leaves(module)), strict=True))
+        old = dict(_leaves(self.old.target))
         problems = [f"unexpected {shown(name)}" for name in given if name not in shapes]
         problems += [f"missing {name!r}" for name in shapes if name not in given and not self.is_partial]
         problems += [
@@ -151,7 +148,6 @@ class Renewal:
         ]
         if problems:
             raise _wrong("the weights do not fit the model", problems)
-        module = abstract_decoder(loader.checkpoint.config, dtype, layout, loader.backend)
         mesh, leaves = layout.mesh(), []
         for path, spec in zip(parameter_paths(module), parameter_specs(module), strict=True):
             if path not in given:

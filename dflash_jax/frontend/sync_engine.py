@@ -109,7 +109,9 @@ class SyncEngine:
         self._router.send((event.request, event) for event in events)
 
     def finish(self) -> None:
-        """Runs all requests to their ends."""
+        """Runs all requests to their ends. Raises EngineError where the engine is paused before."""
+        if self.engine is not None and self.engine.is_paused and self.engine.unfinished:
+            raise EngineError(PAUSED)
         while self.engine is not None and self.engine.has_work:
             self.step()
 

@@ -54,7 +54,7 @@ class DataUrl:
         Raises:
             MediaError: As of `decoded`.
         """
-        return decoded(self._pieces(), self.name, self.most_bytes)
+        return decoded(self._pieces(), f"the URL is {self.name}", self.most_bytes)
 
 
 def pieces_of(file: BinaryIO) -> Iterator[bytes]:
@@ -69,7 +69,7 @@ def decoded(pieces: Iterable[bytes], name: str, most_bytes: int) -> bytes:
 
     Args:
         pieces: The base64; each piece but the last one has a multiple of four characters.
-        name: The URL, for errors.
+        name: What it is, for errors.
         most_bytes: Most bytes of the content.
 
     Raises:
@@ -83,8 +83,8 @@ def decoded(pieces: Iterable[bytes], name: str, most_bytes: int) -> bytes:
                 raise ValueError
             content += binascii.a2b_base64(piece, strict_mode=True)
         except ValueError:
-            raise MediaError(f"the URL is {name}: its base64 is malformed") from None
+            raise MediaError(f"{name}: its base64 is malformed") from None
         has_ended = b"=" in piece
     if len(content) > most_bytes:
-        raise MediaError(f"a data: URL has more than {most_bytes} bytes", 413)
+        raise MediaError(f"{name}: it has more than {most_bytes} bytes", 413)
     return bytes(content)

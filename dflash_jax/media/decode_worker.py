@@ -42,7 +42,11 @@ def _decode(frames: Frames) -> None:
     try:
         with open(source, "rb") as file:
             pieces = pieces_of(file)
-            data = b"".join(pieces) if request["url"] is None else decoded(pieces, request["url"], limits.item_bytes)
+            data = (
+                b"".join(pieces)
+                if request["url"] is None
+                else decoded(pieces, f"the URL is {request['url']}", limits.item_bytes)
+            )
         settings: dict[str, Any] = {
             key: tuple(v) if isinstance(v, list) else v for key, v in request["settings"].items()
         }

@@ -13,7 +13,7 @@ from dflash_jax.options.readers import check_speculative_config, check_speculati
 # Values that mean "as by default" for any flag.
 NEUTRAL = {"", "none", "null"}
 # Flags whose values no message shows.
-SECRETS = {"--hf-token", "--admin-api-key", "--watermark-key", "--watermark-key-b"}
+SECRETS = {"--hf-token", "--watermark-key", "--watermark-key-b"}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ DESCRIPTION = """OpenAI's and SGLang's HTTP interfaces for a target and a DFlash
 SmolLM2-135M-Instruct (93 MB, downloaded once) on 127.0.0.1:30000. Launch commands of vLLM and SGLang work with only the
 program's name replaced."""
 # API keys, which a list of processes does not show.
-KEYS_VARIABLE = "DFLASH_API_KEY"
+KEYS_VARIABLE, ADMIN_VARIABLE = "DFLASH_API_KEY", "DFLASH_ADMIN_API_KEY"
 # Of SGLang; what they switch on is always on here.
 VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
 # vLLM's and SGLang's names of how a model writes calls: Qwen's XML or JSON between tags, or JSON without them.
@@ -56,6 +56,14 @@ class ServeOptions(LLMOptions, CommandOptions):
         action=Add,
     )
     api_key_file: str | None = _http(None, "API keys, one a line", "FILE")
+    admin_api_key: list[str] | None = _http(
+        None,
+        "what an administrator sends, who may pause the server and give it new weights (default: nobody may); see "
+        f"--api-key; {ADMIN_VARIABLE} is its variable",
+        "KEY",
+        action=Add,
+    )
+    admin_api_key_file: str | None = _http(None, "an administrator's keys, one a line", "FILE")
     allowed_hosts: str | None = _http(
         None,
         "names that clients may ask for, *.example.com for a domain, * for any (default: with --host 127.0.0.1 local "
@@ -249,7 +257,8 @@ def parse(argv: list[str] | None, parser: Parser | None = None):
     take_model(args)
     if args.bundled and args.target is not None:
         raise InputError(f"--bundled and the target {args.target}: give one of them")
-    args.api_keys = api_keys(args)
+    args.api_keys = keys_of(args, "api_key", KEYS_VARIABLE)
+    args.admin_api_keys = keys_of(args, "admin_api_key", ADMIN_VARIABLE)
     if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
         # vLLM's -1 is the whole vocabulary.
         log.warning("--max-logprobs %d: of a token, at most %d are computed", args.max_logprobs, MAX_LOGPROBS)
@@ -277,23 +286,24 @@ def take_model_from_keys(args) -> None:
             args.model = keys.pop()
 
 
-def api_keys(args) -> list[str]:
-    """All API keys: of the options, the file and the environment. Raises InputError."""
-    keys: list[str] = list(args.api_key or ())
-    if args.api_key_file is not None:
+def keys_of(args, dest: str, variable: str) -> list[str]:
+    """All API keys of a kind: of the option ``dest``, its file and the environment. Raises InputError."""
+    keys: list[str] = list(getattr(args, dest) or ())
+    option, path = f"--{dest.replace('_', '-')}", getattr(args, f"{dest}_file")
+    if path is not None:
         try:
-            with open(args.api_key_file, encoding="utf-8") as file:
+            with open(path, encoding="utf-8") as file:
                 lines = [line.strip() for line in file]
         except (OSError, UnicodeDecodeError) as e:
             reason = getattr(e, "strerror", None) or "it is not UTF-8"
-            raise InputError(f"--api-key-file {args.api_key_file}: {reason}") from None
+            raise InputError(f"{option}-file {path}: {reason}") from None
         if not any(lines):
-            raise InputError(f"--api-key-file {args.api_key_file} has no key")
+            raise InputError(f"{option}-file {path} has no key")
         keys += filter(None, lines)
-    if (given := os.environ.get(KEYS_VARIABLE)) is not None:
+    if (given := os.environ.get(variable)) is not None:
         keys += [key.strip() for key in given.split(",")]
     if not all(keys):
-        raise InputError(f"an API key is empty: leave out --api-key and {KEYS_VARIABLE} to need none")
+        raise InputError(f"an API key is empty: leave out {option} and {variable} to need none")
     if any(not (key.isascii() and key.isprintable()) or " " in key for key in keys):
         raise InputError("an API key has a character that HTTP cannot send: use letters, digits and signs")
     return keys

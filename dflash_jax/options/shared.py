@@ -66,6 +66,11 @@ class LLMOptions:
         choices=(*QUANTIZE, *FORMATS),
         aliases=Alias("--quantization -q", readers.quantization),
     )
+    load_format: str = _models(
+        "auto",
+        "dummy: the target has random weights, of which only config.json is read, until update_weights gives others",
+        choices=("auto", "safetensors", "dummy"),
+    )
     kv_cache_dtype: str | None = _models(
         None,
         "of cached keys and values: fp8 (e4m3, with the checkpoint's scales or with bounds that follow from its "

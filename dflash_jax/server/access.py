@@ -12,6 +12,7 @@ from dflash_jax.server.transport import LOOPBACK, is_loopback
 OPEN_PATHS = frozenset(
     ("/health", "/health_generate", "/ready", "/ping", "/version", "/metrics", "/docs", "/openapi.json")
 )
+ADMIN_FLAG = "start the server with --admin-api-key-file"
 # Paths at which a GET changes state.
 CHANGING_GETS = frozenset(("/flush_cache",))
 # Content-Types of a POST that a browser sends for a page of any site without asking the server first.
@@ -34,6 +35,8 @@ class Access:
         keys: API keys, one of which a request must have; empty: none is needed.
         hosts: Names that the Host header may have, ``*.example.com`` for all below a domain; None or ``*`` for any.
         open_paths: Paths that need no key.
+        admin_keys: An administrator's keys, which serve as API keys, too; empty: there is no administrator.
+        admin_paths: Paths that need one of them.
         origins: Other origins whose pages may use the server; ``*`` for all.
     """
 
@@ -43,8 +46,11 @@ class Access:
         hosts: Collection[str] | None,
         open_paths: Collection[str],
         origins: Collection[str] = (),
+        admin_keys: Sequence[str] = (),
+        admin_paths: Collection[str] = (),
     ):
-        self.keys = [key.encode() for key in keys]
+        self.keys, self.admin_keys = [key.encode() for key in keys], [key.encode() for key in admin_keys]
+        self.admin_paths = frozenset(admin_paths)
         self.hosts = None if hosts is None or "*" in hosts else tuple(h.lower().strip("[]") for h in hosts)
         self.open_paths, self.origins = frozenset(open_paths), frozenset(origins)
 
@@ -66,8 +72,14 @@ class Access:
             # Anthropic's clients send the key in this header.
             given = headers.get(b"x-api-key", b"")
         # Every key is compared, so that the time does not depend on which one matches.
-        is_known = sum(hmac.compare_digest(given, key) for key in self.keys)
-        if self.keys and not is_known and not self.is_open(scope):
+        is_known, is_admin = (
+            sum(hmac.compare_digest(given, key) for key in keys) for keys in (self.keys, self.admin_keys)
+        )
+        if scope["path"] in self.admin_paths and not is_admin and not self.is_open(scope):
+            if not self.admin_keys:
+                raise ApiError(403, f"{scope['path']} is an administrator's: {ADMIN_FLAG}")
+            raise ApiError(401, "the administrator's key is missing or wrong: send it as Authorization: Bearer KEY")
+        if self.keys and not (is_known or is_admin) and not self.is_open(scope):
             raise ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
         return hashlib.sha256(given).digest()
 
@@ -105,10 +117,11 @@ def _is_simple(scope, headers: Mapping[bytes, bytes]) -> bool:
     """Whether a request changes state, and a page of any site can have a browser send it without a preflight."""
     if scope["method"] in ("GET", "HEAD"):
         return scope["path"] in CHANGING_GETS
-    return scope["method"] == "POST" and _type(headers) in SIMPLE_TYPES
+    return scope["method"] == "POST" and media_type(headers) in SIMPLE_TYPES
 
 
-def _type(headers: Mapping[bytes, bytes]) -> bytes:
+def media_type(headers: Mapping[bytes, bytes]) -> bytes:
+    """The Content-Type of a request, without its parameters."""
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
 
 

@@ -223,4 +223,32 @@ Rendered = _answer(
     sampling_params=dict[str, Any],
     model=str,
 )
-Flushed = _answer("Flushed", "The result of a flush.", success=bool, message=str)
+Flushed = _answer("Flushed", "Whether it is done.", success=bool, message=str)
+Message = _answer("Message", "What is done.", message=str)
+Paused = _answer("Paused", "The result of a pause.", status=Literal["paused", "resumed"])
+IsPaused = _answer("IsPaused", "Whether nothing is generated.", is_paused=bool)
+Aborted = _answer("Aborted", "How many sequences are ended.", status=Literal["aborted"], aborted=int)
+Slept = _answer("Slept", "The result of a sleep.", status=Literal["sleeping", "paused"], level=int)
+Woken = _answer("Woken", "What is there again.", status=Literal["awake", "sleeping"], tags=list[str] | None)
+IsSleeping = _answer("IsSleeping", "Whether weights or caches are not on the devices.", is_sleeping=bool)
+WeightInfo = _answer("WeightInfo", "The version of the weights.", weight_version=str)
+TokenChoice = _answer(
+    "TokenChoice",
+    "A continuation as token ids.",
+    index=int,
+    token_ids=list[int],
+    logprobs=dict[str, Any] | None,
+    finish_reason=Literal["stop", "length", "abort"] | None,
+    stop_reason=int | str | None,
+    weight_versions=list[dict[str, Any]],
+)
+GeneratedTokens = _answer(
+    "GeneratedTokens",
+    "vLLM's answer to /inference/v1/generate.",
+    request_id=str,
+    model=str,
+    created=int,
+    choices=list[TokenChoice],
+    usage=Usage,
+    prompt_logprobs=list[dict[str, Any] | None] | None,
+)

@@ -40,9 +40,10 @@ CLIENT_SHARE = 0.5
 # Most escapes of a body that is larger than one of text, as a share of the bytes of one of text: eight million, which
 # are 48 MB, would take the parser three times as long as their bytes.
 ESCAPE_SHARE = 0.25
-# Fields of a body below which images and videos are, the fields between, and those of their URLs or base64.
-MEDIA_ROOTS = frozenset({"messages", "input", "image_data", "video_data"})
-MEDIA_SOURCES = frozenset({"url", "data", "image_data", "video_data", *(key for _, key in TYPES.values())})
+# Fields of a body below which images, videos and tensors are, the fields between, and those of their URLs or base64.
+_DATA = ("image_data", "video_data", "serialized_named_tensors")
+MEDIA_ROOTS = frozenset({"messages", "input", "update_info", *_DATA})
+MEDIA_SOURCES = frozenset({"url", "data", *_DATA, *(key for _, key in TYPES.values())})
 MEDIA_FIELDS = MEDIA_SOURCES | {"content", "output", "source"}
 
 
@@ -257,8 +258,8 @@ class Body:
         self._most_values = max(limits.values, 2 * capacity)
         self._began, self._until = 0.0, asyncio.timeout(None)
 
-    async def read(self, receive: Callable) -> bytes:
-        """Receives the whole body.
+    async def read(self, receive: Callable, is_json: bool = True) -> bytes:
+        """Receives the whole body, and checks it where it is JSON.
 
         Raises:
             ApiError: It is too large, or was dropped for another one.
@@ -277,6 +278,8 @@ class Body:
             raise ApiError(408, "the request body arrived too slowly: other requests needed its memory") from None
         finally:
             self._bodies.arriving.discard(self)
+        if not is_json:
+            return body
         # One large body at a time: the steps of several would add up between two turns of other requests.
         async with self._bodies.large if len(body) > STEP_BYTES else contextlib.nullcontext():
             most = self._limits.body_bytes if (is_large := len(body) > self._limits.body_bytes) else None

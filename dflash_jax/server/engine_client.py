@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from dflash_jax import protocol
 from dflash_jax.engine.request import Event
 from dflash_jax.errors import UnavailableError
@@ -29,6 +31,7 @@ class RemoteSequence(TextSequence):
 
     prompt: protocol.Prompt
     _proposals: list[list[int]] | None = None
+    _version: str = ""
 
     def receive(self, event: protocol.Event) -> None:
         """Takes an event of the request."""
@@ -38,6 +41,7 @@ class RemoteSequence(TextSequence):
         if event.tokens and request.monitor is not None:
             request.monitor(event.tokens)
         request.tokens += event.tokens
+        self._version = event.version or self._version
         error = None if event.failure is None else exception_of(event.failure)
         request.finish_reason, self._proposals = event.finish_reason or (error and "error"), event.proposals
         self.take(
@@ -50,6 +54,7 @@ class RemoteSequence(TextSequence):
                 error,
                 event.drafted,
                 event.drafter,
+                self._version,
             )
         )
 
@@ -216,6 +221,16 @@ class EngineClient:
         """
         number = next(self._numbers)
         return await self._call(number, protocol.Ask(number, question))
+
+    async def manage(self, action: str, tensors: np.ndarray | None = None, **arguments: Any) -> Any:
+        """Does what an administrator asks for, as `protocol.Manage`.
+
+        Raises:
+            InputError: It is not possible. Nothing is changed then.
+            UnavailableError: The engine does not answer.
+        """
+        number = next(self._numbers)
+        return await self._call(number, protocol.Manage(number, action, arguments, tensors))
 
     async def compile(self, form: protocol.Form) -> list[str]:
         """Compiles the form of a text, which a submission will have: what it does not enforce.

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -34,6 +34,7 @@ from dflash_jax.server.capacity import Share
 from dflash_jax.server.engine_client import EngineClient
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
+from dflash_jax.server.management import Management
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.request_context import RequestContext
 from dflash_jax.server.tower import TowerTurns
@@ -84,6 +85,7 @@ class _Live:
         name: The id that clients know.
         choices: What it shares with the other requests of its prompt.
         has_begun: Whether an event of it was sent.
+        version: That of its last event.
     """
 
     sequence: TextSequence
@@ -91,6 +93,7 @@ class _Live:
     name: str
     choices: _Choices
     has_begun: bool = False
+    version: str | None = None
 
     def __post_init__(self):
         self.choices.users += 1
@@ -106,6 +109,7 @@ class EngineHost:
         engine: The engine on its own thread.
         metrics: Prometheus metrics, of the requests of all fronts.
         warm_up: Compiles the engine's programs.
+        management: What an administrator does with the engine.
         grammar: Structured output; None without a tokenizer's file.
         tower: The vision tower; None for a model of text.
         is_ready: Whether requests are taken.
@@ -122,6 +126,7 @@ class EngineHost:
             self.grammar = GrammarProcesses(tokens)
         self.tower = None if llm.encoder is None else TowerTurns(llm.encoder)
         self.fronts: set[FrontConnection] = set()
+        self.management = Management(llm, engine, self.tell_state)
         self._probe: asyncio.Task | None = None
         engine.on_change = self.tell_state
 
@@ -168,7 +173,8 @@ class EngineHost:
         failure = self.engine.engine.failure
         if self.is_ready and not self.engine.takes_requests:
             failure = failure or "its thread has ended"
-        return protocol.State(self.is_ready, failure)
+        resting = self.management
+        return protocol.State(self.is_ready, failure, self.llm.weight_version, resting.rest, resting.refuses)
 
     def tell_state(self) -> None:
         """Sends the state to all fronts. Any thread may call it."""
@@ -269,10 +275,14 @@ class EngineHost:
         measured = [measurements.get((batch_size, spec)) for spec in (Speculation(1), NO_DRAFTER)]
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
-    def abort(self, owner: bytes, name: str | None) -> None:
-        """Ends the owner's requests, of all fronts; with a name only those of that name."""
-        for front in self.fronts:
-            front.abort(owner, name)
+    def abort(self, owner: bytes | None, names: Collection[str] | None) -> int:
+        """Ends the owner's requests, of all fronts; with names only those of them. Returns how many are ended.
+
+        Args:
+            owner: None: any.
+            names: The ids that clients know; None: any.
+        """
+        return sum(front.abort(owner, names) for front in self.fronts)
 
     # The questions of `protocol.Ask`.
 
@@ -329,6 +339,8 @@ class EngineHost:
 
     async def _generates(self) -> str | None:
         """Why the engine does not generate a token now; None where it does. Concurrent callers share one token."""
+        if self.management.rest:
+            return self.management.rest
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._test())
         # Shielded: when one caller leaves, the others still wait.
@@ -341,6 +353,8 @@ class EngineHost:
             async with asyncio.timeout(TOKEN_S):
                 while not token.done():
                     await asyncio.wait({token}, timeout=LOOK_S)
+                    if self.management.rest:
+                        return self.management.rest
                     # When every slot is busy, tokens of other requests are sufficient proof.
                     if self.engine.engine.free_slots == 0 and statistics.new_tokens > before:
                         return None
@@ -418,11 +432,21 @@ class FrontConnection:
                 self._preparing.pop(record.number, None)
                 self._leave(record.requests)
             case protocol.Abort():
-                self._host.abort(record.owner, record.name)
+                self._host.abort(record.owner, None if record.name is None else {record.name})
+            case protocol.Manage(action="abort"):
+                names = record.arguments.get("names")
+                aborted = self._host.abort(None, None if names is None else set(names))
+                self.send(protocol.Answered(record.number, aborted))
+            case protocol.Manage():
+                self._begin(record.number, lambda: self._host.management.answer(record))
 
     def tell(self, record: protocol.FromEngine) -> None:
         """Sends a record that answers none. Any thread may call it."""
-        if self._loop is None:
+        running = None
+        with contextlib.suppress(RuntimeError):
+            running = asyncio.get_running_loop()
+        if self._loop in (None, running):
+            # Before the answer to the call that has changed something.
             self.send(record)
             return
         # A closed loop waits for no record.
@@ -467,7 +491,10 @@ class FrontConnection:
         begun: dict[int, _Live] = {}
         _, aborted = self._preparing[record.number]
         try:
+            self._host.management.check()
             seconds = [await self._prepare(record, prompt, begun) for prompt in record.prompts]
+            # A pause may have begun meanwhile.
+            self._host.management.check()
             numbers = {live.sequence.request: number for number, live in begun.items()}
             self._host.engine.begin(list(numbers), lambda request, message: self._take(numbers[request], message))
         except BaseException:
@@ -490,6 +517,7 @@ class FrontConnection:
         choices, tower, media = _Choices(), self._host.tower, None
         if prompt.media is not None:
             assert tower is not None, "media for a model of text"
+            self._host.management.check_awake()
             media = tower.encoder.prompt_media(prompt.media)
         params = SamplingParams(**prompt.params)
         for choice in prompt.choices:
@@ -538,14 +566,16 @@ class FrontConnection:
                 mask.close()
             raise
 
-    def abort(self, owner: bytes, name: str | None) -> None:
-        """Ends the owner's requests, also those that are being prepared; with a name only those of that name."""
+    def abort(self, owner: bytes | None, names: Collection[str] | None) -> int:
+        """As `EngineHost.abort`, of this front's requests; also of those that are being prepared."""
         for preparing, aborted in self._preparing.values():
-            if preparing == owner:
-                aborted.add(name)
-        for live in list(self.live.values()):
-            if live.owner == owner and name in (None, live.name):
-                self._host.engine.abort(live.sequence.request)
+            if owner in (None, preparing):
+                aborted |= {None} if names is None else set(names)
+        ended = [live for live in self.live.values() if owner in (None, live.owner)]
+        ended = [live for live in ended if names is None or live.name in names]
+        for live in ended:
+            self._host.engine.abort(live.sequence.request)
+        return len(ended)
 
     def _leave(self, numbers: Sequence[int]) -> None:
         gone = [live for number in numbers if (live := self.live.pop(number, None)) is not None]
@@ -588,6 +618,8 @@ class FrontConnection:
             event.failure = protocol.failure_of(message.error)
         if is_first or message.finish_reason is not None:
             event.times, event.cached = request.times, request.cached
+        if message.version != live.version:
+            event.version = live.version = message.version
         return event
 
     def _flush(self) -> None:

@@ -177,6 +177,8 @@ def field_name(path: tuple) -> str | None:
 def _path(error: dict, body: Any) -> tuple:
     """The path of an error in the body, without pydantic's names of a union's branches."""
     path, parts = [], error["loc"][1:]
+    if error["loc"][0] == "query":
+        return tuple(parts)
     for i, part in enumerate(parts):
         is_key = isinstance(body, dict) and isinstance(part, str) and part in body
         is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)

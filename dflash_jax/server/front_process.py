@@ -162,7 +162,7 @@ def application(serving, args, origins, tracer):
     hosts = default_hosts(args.host) if args.uds is None else None
     if args.allowed_hosts is not None:
         hosts = args.allowed_hosts.split(",")
-    app = build(serving, args.api_keys, hosts, origins)
+    app = build(serving, args.api_keys, hosts, origins, args.admin_api_keys)
     return transport.UnderPath(app, args.root_path) if args.root_path else app
 
 

@@ -14,6 +14,7 @@ class Limits:
     Attributes:
         body_bytes: Bytes of its body.
         media_body_bytes: The same where it may have images and videos.
+        tensor_body_bytes: The same where it is the bytes of tensors.
         total_body_bytes: Bytes of the bodies of all requests in flight.
         values: Values in lists and objects of its body, or twice the capacity where that is more.
         objects: Objects in its body.
@@ -29,6 +30,7 @@ class Limits:
 
     body_bytes: int = 10 * 2**20
     media_body_bytes: int = 64 * 2**20
+    tensor_body_bytes: int = 2**29
     total_body_bytes: int = 2**30
     values: int = 2**18
     objects: int = 2**13

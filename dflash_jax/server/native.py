@@ -255,7 +255,7 @@ def answer(
         "spec_draft_token_num": counts["spec_num_proposed_drafts"],
         "spec_accept_histogram": counts["spec_correct_drafts_histogram"],
         "drafters": drafters(sequence.rounds, serving.llm.draft_places),
-        "weight_version": "default",
+        **weight_versions(serving, sequence),
     }
     if body.return_logprob:
         meta |= _logprobs("output", tokenizer, piece.logprobs or [], body)
@@ -265,6 +265,12 @@ def answer(
             entries = [first, *prompt_entries][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, entries, body)
     return {"text": None if tokenizer is None else piece.text, "output_ids": piece.token_ids, "meta_info": meta}
+
+
+def weight_versions(serving: Serving, sequence: RemoteSequence) -> dict:
+    """The version of the weights that drew the last tokens of a sequence, and those of all of its tokens."""
+    spans = [span._asdict() for span in sequence.versions]
+    return {"weight_version": spans[-1]["version"] if spans else serving.engine.state.version, "weight_versions": spans}
 
 
 def _logprobs(side: str, tokenizer, entries: list[dict], body: GenerateRequest) -> dict:

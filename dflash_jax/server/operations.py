@@ -79,18 +79,20 @@ async def model(http: Request, name: str):
 @router.get("/ping", response_model=None, include_in_schema=False)
 @router.post("/ping", response_model=None, include_in_schema=False)
 async def health(http: Request):
-    """Whether the process and its engine work. SageMaker calls it as /ping."""
+    """Whether the process and its engine work, also where they rest. SageMaker calls it as /ping."""
     serving: Serving = http.app.state.serving
     if serving.failure is not None:
         return JsonResponse({"status": f"the engine failed: {serving.failure}"}, 503)
-    return JsonResponse({"status": "ok"})
+    return JsonResponse({"status": serving.engine.state.rest or "ok"})
 
 
 @router.get("/ready", responses={200: {"model": Status}, **NOT_READY}, response_model=None)
 async def ready(http: Request):
-    """Whether requests may be sent: not before the end of warm-up, and not while the server drains."""
+    """Whether requests may be sent: not before the end of warm-up, and not while the server sleeps or drains."""
     serving: Serving = http.app.state.serving
-    status = serving.failure or ("draining" if serving.is_draining else None if serving.is_ready else "warming up")
+    state = serving.engine.state
+    rest = state.rest if state.refuses or state.rest == "sleeping" else None
+    status = serving.failure or ("draining" if serving.is_draining else rest if serving.is_ready else "warming up")
     return JsonResponse({"status": status or "ok"}, 503 if status else 200)
 
 
@@ -189,7 +191,7 @@ async def server_info(http: Request):
 @router.get("/model_info", responses={200: {"model": ModelInfo}}, response_model=None)
 @router.get("/get_model_info", response_model=None, include_in_schema=False)
 async def model_info(http: Request):
-    """The model's properties, for routers. The weights never change."""
+    """The model's properties, for routers."""
     serving: Serving = http.app.state.serving
     path = serving.hello.info.get("model_path")
     return JsonResponse(
@@ -199,7 +201,7 @@ async def model_info(http: Request):
             "served_model_name": serving.name,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": serving.engine.state.version,
             "has_image_understanding": serving.media is not None,
             "has_audio_understanding": False,
             **architecture(serving),

@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 # SGLang's name for the one model of a server.
 ANY_MODEL = "default"
+# Paths of requests that may have tensors, and the one where a body may be their bytes, of this type.
+TENSOR_PATHS = frozenset(("/update_weights", "/update_weights_from_tensor"))
+BYTES_PATH, BYTES_TYPE = "/update_weights", b"application/octet-stream"
 # Processor time of a step through many items, in seconds.
 STEP_S = 0.004
 # Items of a long conversation.
@@ -88,7 +91,7 @@ class Serving:
         created: When the server started, in seconds since the epoch.
         is_draining: Whether the server shuts down.
         requests: HTTP requests for text without a complete answer.
-        bodies: The bodies of all requests.
+        bodies: The bodies of all requests but those with new weights, which are in ``tensor_bodies``.
         long_conversations: Stored items that are parsed, of long conversations.
         templates: Chat templates; None without a tokenizer.
         texts: Tokenisation.
@@ -122,7 +125,7 @@ class Serving:
         self.created = int(time.time())
         self.is_draining = False
         self.requests: set[RequestContext] = set()
-        self.bodies, self._turns = Bodies(self.turn), asyncio.Lock()
+        self.bodies, self.tensor_bodies, self._turns = Bodies(self.turn), Bodies(self.turn), asyncio.Lock()
         self._long_steps = FairCapacity(1, "the reading of large bodies")
         self.long_conversations = FairCapacity(LONG_ITEMS, "the reading of long conversations", WAITING)
         self.templates = Templates(llm.tokenizer) if llm.tokenizer is not None else None
@@ -192,9 +195,12 @@ class Serving:
         """Positions of a slot."""
         return self.hello.capacity
 
-    def most_body_bytes(self, path: str) -> int:
+    def most_body_bytes(self, path: str, is_json: bool = True) -> int:
         """Most bytes of the body of a request to ``path``."""
         limits, takes_media = self.limits, self.media is not None and path in MEDIA_PATHS
+        if not is_json:
+            return limits.tensor_body_bytes
+        takes_media = takes_media or path in TENSOR_PATHS
         return max(limits.body_bytes, limits.media_body_bytes) if takes_media else limits.body_bytes
 
     @property

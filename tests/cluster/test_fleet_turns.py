@@ -300,6 +300,102 @@ def test_an_engine_that_fails_without_dying_loses_its_request():
     check(main)
 
 
+def managed(script) -> list[protocol.Manage]:
+    return script.of(protocol.Manage)
+
+
+def test_new_weights_go_to_one_engine_after_the_other_and_a_pause_to_all():
+    async def main():
+        async with engines("a", "b") as (fleet, *scripts):
+            update = asyncio.ensure_future(fleet.manage("update", None, path="new"))
+            await settled()
+            assert [len(managed(script)) for script in scripts] == [1, 0]
+            scripts[0].say(protocol.State(True, None, "new"))
+            assert fleet.state.version == "new, default"
+            scripts[0].say(protocol.Answered(managed(scripts[0])[0].number, {"version": "new"}))
+            await settled()
+            (record,) = managed(scripts[1])
+            assert (record.action, record.arguments) == ("update", {"path": "new"})
+            scripts[1].say(protocol.State(True, None, "new"))
+            scripts[1].say(protocol.Answered(record.number, {"version": "new"}))
+            assert await update == {"version": "new"}
+            assert fleet.state.version == "new"
+
+            pause = asyncio.ensure_future(fleet.manage("abort", names=None))
+            await settled()
+            for script, count in zip(scripts, (2, 3), strict=True):
+                script.say(protocol.Answered(managed(script)[-1].number, count))
+            assert await pause == 5
+
+    check(main)
+
+
+def test_the_rest_of_a_fleet_is_that_of_all_engines():
+    async def main():
+        async with engines("a", "b") as (fleet, *scripts):
+            scripts[0].say(protocol.State(True, None, rest="sleeping", refuses=True))
+            assert (fleet.state.rest, fleet.state.refuses) == ("", False)
+            scripts[1].say(protocol.State(True, None, rest="paused"))
+            assert (fleet.state.rest, fleet.state.refuses) == ("sleeping", False)
+
+    check(main)
+
+
+def test_an_update_that_fails_at_a_later_engine_says_at_which():
+    async def main():
+        async with engines("a", "b", "c") as (fleet, *scripts):
+            update = asyncio.ensure_future(fleet.manage("update", None, path="new"))
+            await settled()
+            scripts[0].say(protocol.Answered(managed(scripts[0])[0].number, {"version": "1"}))
+            await settled()
+            failure = protocol.failure_of(InputError("new is no directory"))
+            scripts[1].say(protocol.Failed(managed(scripts[1])[0].number, failure))
+            with pytest.raises(ApiError, match="1 of 3 engines have done it, and not b: new is no directory") as error:
+                await update
+            assert error.value.status_code == 409
+            assert not managed(scripts[2])
+            update = asyncio.ensure_future(fleet.manage("update", None, path="new"))
+            await settled()
+            scripts[0].say(protocol.Failed(managed(scripts[0])[1].number, failure))
+            with pytest.raises(InputError, match="new is no directory"):
+                await update
+            sums = asyncio.ensure_future(fleet.manage("checksums"))
+            await settled()
+            for i, script in enumerate(scripts):
+                script.say(protocol.Answered(managed(script)[-1].number, {"a": str(i)}))
+            with pytest.raises(ApiError, match="different weights"):
+                await sums
+        async with engines() as (fleet,):
+            with pytest.raises(UnavailableError, match="no engine is ready"):
+                await fleet.manage("resume")
+
+    check(main)
+
+
+def test_a_request_that_moves_says_which_weights_drew_its_tokens():
+    async def main():
+        async with engines("a", "b") as (fleet, *scripts):
+            with request():
+                (sequence,) = given = sequences()
+                async with fleet.submitted(given) as inbox:
+                    first = holder(*scripts)
+                    first.event(4, 5, version="1")
+                    first.event(6)
+                    first.die()
+                    await settled()
+                    second = holder(*scripts)
+                    second.event(7, version="2")
+                    second.event(8, finish_reason="length")
+                    events = []
+                    while not (events and events[-1].finish_reason):
+                        events += (await inbox.get())[1]
+                    for event in events:
+                        sequence.receive(event)
+                    assert sequence.versions == [("1", 0, 3), ("2", 3, 5)]
+
+    check(main)
+
+
 def test_before_the_first_engine_requests_are_refused_and_later_they_wait():
     async def main():
         async with engines() as (fleet,):

@@ -34,6 +34,8 @@ REQUESTS = (
     ("/v1/completions", {"prompt": "x", "suffix": "y"}),
     ("/v1/responses", {"input": "x", "background": True}),
     ("/generate", {"text": "x", "return_hidden_states": True}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}, "return_routed_experts": True}),
+    ("/pause", {}),
     ("/v1/completions", {"prompt": "x", "n": 32}),
     ("/v1/completions", {"prompt": "x", "frobnicate": 1}),
 )

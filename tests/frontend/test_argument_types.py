@@ -147,7 +147,7 @@ def test_a_suggested_keyword_is_one_that_the_llm_accepts(name):
     assert len(str(error.value)) < 160
 
 
-@pytest.mark.parametrize("name", ["hf_token", "admin_api_key", "watermark_key"])
+@pytest.mark.parametrize("name", ["hf_token", "watermark_key"])
 def test_no_message_shows_a_secret(name):
     with pytest.raises(InputError, match=f"^{name}: that is refused, ") as error:
         LLM(**{name: "hf_secret"})

@@ -1,14 +1,18 @@
 """What is read before the weights."""
 
+import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from dflash_jax import LLM
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY, LLMConfig
 from dflash_jax.frontend.loading import Checkpoint, _check_fp4, _named, prepare_backend
@@ -68,3 +72,26 @@ def test_missing_kernels_of_a_gpu_are_said_where_they_are_wanted(kernels, is_sai
     monkeypatch.setattr(Backend, "detect", lambda _: backend)
     assert prepare_backend(kernels) == backend
     assert ("without Triton kernels" in caplog.text) == is_said
+
+
+def test_a_dummy_needs_no_tensors_and_takes_new_weights(tmp_path):
+    for path in (TINY / "target").iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, tmp_path / path.name)
+    options = {"draft": [str(TINY / "draft"), "mtp"], "kernels": "xla", "kv_cache_dtype": "fp8"}
+    with pytest.raises(InputError, match=r"no \.safetensors file"):
+        LLM(tmp_path, **options)
+    llm, whole = LLM(tmp_path, load_format="dummy", **options), LLM(TINY / "target", **options)
+    assert jax.tree.structure((llm.target, llm.drafters)) == jax.tree.structure((whole.target, whole.drafters))
+    assert float(jnp.abs(llm.target.embed[...]).max()) <= 1e-3
+    llm.update_weights(TINY / "target")
+    for one, other in zip(*(jax.tree.leaves((each.target, each.drafters)) for each in (llm, whole)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_dummy_in_few_bits_is_refused(tmp_path):
+    raw = json.loads((TINY / "target" / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=r"load_format is 'dummy'.* is in few bits"):
+        LLM(tmp_path, load_format="dummy")

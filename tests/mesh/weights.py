@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
+from dflash_jax import LLM
 from dflash_jax.checkpoint import orbax, parameters
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import TensorFiles
@@ -406,3 +407,52 @@ def test_a_plan_refuses_what_loading_refuses(sources, tmp_path, quantization, la
     with pytest.raises(InputError) as said:
         planned(directory, directory, layout, quantize)
     assert str(said.value) == str(refused.value.args[0])
+
+
+def halved(directory):
+    """The tensors of a checkpoint; numbers, and scales of those in few bits, are half as large."""
+
+    def half(array):
+        is_code = array.dtype.itemsize == 1 or array.dtype.kind in "iub"
+        return array if is_code else np.asarray(array / array.dtype.type(2), array.dtype)
+
+    files = TensorFiles(directory)
+    return {name: half(np.array(files.read(name))) for name in files}
+
+
+def assert_same_models(llm, other):
+    models, others = (llm.target, llm.drafters), (other.target, other.drafters)
+    assert jax.tree.structure(models) == jax.tree.structure(others)
+    for path, one, two in zip(parameter_paths(models), jax.tree.leaves(models), jax.tree.leaves(others), strict=True):
+        assert one.sharding.is_equivalent_to(two.sharding, one.ndim), path
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(two), err_msg=path)
+
+
+EVERY_PAIR = [(form, layout) for form in FORMS for layout in FEW]
+SOME_PAIRS = [(form, FEW[i % len(FEW)]) for i, form in enumerate(FORMS)] + [(EVERYWHERE[0], layout) for layout in FEW]
+
+
+@pytest.mark.parametrize("pairs", [SOME_PAIRS, pytest.param(EVERY_PAIR, marks=pytest.mark.long)], ids=["some", "all"])
+def test_an_llm_with_new_weights_has_those_of_a_fresh_one(sources, pairs, tmp_path):
+    for number, ((dtype, quantize), layout) in enumerate(pairs):
+        source, draft = sources[dtype, "target"][0], sources[dtype, "drafter"][0]
+        second, new = tmp_path / str(number), halved(source)
+        second.mkdir()
+        shutil.copyfile(source / "config.json", second / "config.json")
+        save_file(new, second / "model.safetensors")
+        kind = "bfloat16" if dtype == "bfloat16" else "float32"
+        options = {"quantize": quantize, "mesh": layout, "dtype": kind, "draft": [str(draft), "mtp"]}
+        llm, fresh, first = (LLM(each, **options) for each in (source, second, source))
+        placed = NamedSharding(Layout(tensor=4).mesh(), PartitionSpec())
+        on_others = {name: jax.device_put(x, placed) for name, x in new.items() if x.dtype.kind in "fV"}
+        given = {"arrays": new, "arrays of another mesh": new | on_others, "a directory": second}
+        if not any(isinstance(x, QuantizedWeight) for x in weights(first.target).values()):
+            given["a module"] = fresh.target
+        for form, each in given.items():
+            # An MTP head comes with its target's tensors, but not with a module.
+            head = {"mtp": fresh.drafters[1]} if form == "a module" else None
+            llm.update_weights(each, drafter=head)
+            assert_same_models(llm, fresh)
+            llm.update_weights(source)
+            assert_same_models(llm, first)
+        shutil.rmtree(second)

@@ -72,12 +72,13 @@ class Running:
         hosts: tuple[str, ...] | None = None,
         connections: ConnectionLimits | None = None,
         cors: Cors | None = None,
+        admin_key: str | None = None,
     ):
         self.serving, self.host = serving, host
         USES[host] += 1
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = build(serving, [api_key] if api_key else (), hosts, cors)
+        app = build(serving, [api_key] if api_key else (), hosts, cors, [admin_key] if admin_key else ())
         config = uvicorn.Config(
             app, http=protocol(connections or ConnectionLimits()), ws="none", lifespan="off", log_level="error"
         )
@@ -158,6 +159,34 @@ def hosted(llm, engine: AsyncEngine, name: str = "tiny", *, info: dict | None = 
     host = EngineHost(llm, engine, name, info)
     host.is_ready = True
     return host
+
+
+@pytest.fixture(scope="session")
+def managed_server():
+    """A server with a model of its own and an administrator, as whom its client asks."""
+    llm = LLM(slots=4)
+    engine = started(llm)
+    host = hosted(llm, engine, info={"model_path": "bundled"})
+    running = Running(Serving(llm, in_process(host), ["tiny"]), host, "key", admin_key="root")
+    running.http.headers["Authorization"] = "Bearer root"
+    yield running
+    running.stop()
+    engine.stop()
+
+
+@pytest.fixture
+def managed(managed_server):
+    """That server, awake and with the weights and the version that it began with before and after each test."""
+    running, llm = managed_server, managed_server.host.llm
+    yield running
+    engine = running.host.engine.engine
+    found = running.post("/update_weights_from_disk", model_path=str(llm.directory), abort_all_requests=True)
+    assert found.status_code == 200, found.text
+    assert running.http.post("/wake_up").status_code == 200
+    assert running.http.post("/resume").status_code == 200
+    assert running.post("/update_weight_version", new_version="default").status_code == 200
+    assert running.idle()
+    assert not engine.is_paused
 
 
 def programs_of(engine) -> int:

@@ -238,18 +238,29 @@ def test_api_keys_come_from_options_file_and_environment(tmp_path, monkeypatch):
     assert keys("--api-key", "one") == ["one", "six", "seven"]
 
 
-@pytest.mark.parametrize("argv", [["--api-key", ""], ["--api-key", "é"], ["--api-key", "a b"], ["--api-key", "a\n"]])
-def test_keys_that_cannot_be(argv):
-    with pytest.raises(InputError, match="API key"):
-        parse(argv)
+def test_an_administrator_s_keys_are_others(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("two\n")
+    monkeypatch.setenv("DFLASH_ADMIN_API_KEY", "three")
+    args = parse(["--admin-api-key", "one", "--admin-api-key-file", str(file), "--api-key", "four"])[0]
+    assert (args.admin_api_keys, args.api_keys) == (["one", "two", "three"], ["four"])
 
 
-def test_files_of_keys_that_cannot_be(tmp_path):
+@pytest.mark.parametrize("key", ["", "é", "secret b", "secret\n"])
+@pytest.mark.parametrize("option", ["--api-key", "--admin-api-key"])
+def test_keys_that_cannot_be(option, key):
+    with pytest.raises(InputError, match="API key") as error:
+        parse([option, key])
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["--api-key-file", "--admin-api-key-file"])
+def test_files_of_keys_that_cannot_be(tmp_path, option):
     empty = tmp_path / "empty"
     empty.write_text("\n\n")
     for path in (empty, tmp_path / "missing", tmp_path):
-        with pytest.raises(InputError, match="--api-key-file"):
-            parse(["--api-key-file", str(path)])
+        with pytest.raises(InputError, match=option):
+            parse([option, str(path)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import subprocess
 import threading
 
 import httpx
+import numpy as np
 import psutil
+from safetensors.numpy import save
 
 from tests.cli.test_serve import serving
 from tests.server.conftest import wait_until
@@ -121,6 +123,59 @@ def test_a_killed_front_breaks_its_streams_and_a_killed_engine_all_and_both_are_
         assert stream.has_ended
         assert server.wait() == 0
         assert "SIGTERM: finishing 1 requests" in server.stderr.read()
+
+
+def test_an_administrator_reaches_all_fronts_and_a_drain_waits_for_it():
+    """New weights go to the engine's process, whose state every front has."""
+    options = ("--api-server-count", "2", "--admin-api-key", "root", "--slots", "4", "--drain-s", "600")
+    with serving(*options) as (server, url):
+        read(server, "ready:")
+        # A connection for each call, so that both fronts get some.
+        headers = {"Authorization": "Bearer root"}
+
+        def post(path: str, **fields) -> dict:
+            found = httpx.post(f"{url}{path}", headers=headers | fields.pop("headers", {}), timeout=None, **fields)
+            assert found.status_code == 200, found.text
+            return found.json()
+
+        def rests() -> bool:
+            return httpx.get(f"{url}/is_paused", headers=headers).json()["is_paused"]
+
+        assert httpx.post(f"{url}/pause").status_code == 401
+        before = complete(url)["choices"]
+        stream = Stream(url, 400)
+        assert wait_until(lambda: stream.events)
+        post("/pause", params={"mode": "keep"})
+        assert all(wait_until(rests) for _ in range(8))
+        tensors = {"lm_head.weight": np.zeros((512, 192), np.float32), "x": np.zeros(2**22, np.float32)}
+        raw = {"Content-Type": "application/octet-stream"}
+        found = httpx.post(f"{url}/update_weights", content=save(tensors), headers=headers | raw, timeout=None)
+        assert (found.status_code, "'x'" in found.text) == (400, True)
+        tensors = {name: tensors[name] for name in tensors if name != "x"}
+        post("/update_weights", content=save(tensors), headers=raw)
+        post("/resume")
+        stream.join()
+        assert stream.has_ended
+        assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
+        assert complete(url)["choices"] != before
+
+        stream = Stream(url, 400)
+        assert wait_until(lambda: stream.events)
+        post("/pause", params={"mode": "keep"})
+        server.send_signal(signal.SIGTERM)
+        read(server, "finishing 1 requests")
+
+        def resumed() -> bool:
+            # A front without requests has ended, perhaps after it had the connection.
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.post(f"{url}/resume", headers=headers, timeout=None).status_code == 200
+            return False
+
+        assert wait_until(resumed)
+        stream.join()
+        assert stream.has_ended
+        assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
 
 
 def test_a_killed_engine_ends_the_server_with_code_1_and_a_killed_supervisor_everything():

@@ -5,6 +5,7 @@ that the turns of both count, and records between them are encoded and decoded a
 """
 
 import asyncio
+import base64
 import copy
 import gc
 import hashlib
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from dflash_jax import protocol
 from dflash_jax.decoding.sampling import Logprobs
@@ -106,7 +108,7 @@ def mock(llm):
     engine = hosted(llm, AsyncEngine(Engine(runner, config)).start())
     serving = Serving(llm, over_records(engine), ["mock"])
     serving.prepare()
-    running = Running(serving, engine)
+    running = Running(serving, engine, admin_key="root")
     # As the server does.
     gc.collect()
     gc.freeze()
@@ -200,6 +202,14 @@ CASES = {
         None,
     ),
     "count": ("/v1/messages/count_tokens", {"messages": TALK, "model": "mock"}),
+    "tokens of tokens": (
+        "/inference/v1/generate",
+        {"token_ids": IDS[:ENTRIES], "sampling_params": SAMPLED | {"max_tokens": ENTRIES, "logprobs": 20, "n": 2}},
+    ),
+    "tokens of tokens, streamed": (
+        "/inference/v1/generate",
+        {"token_ids": IDS[:8], "sampling_params": SAMPLED | {"max_tokens": ENTRIES, "logprobs": 20}, "stream": True},
+    ),
     "native": generate(128, 8, **NATIVE, token_ids_logprob=[[*range(20)]] * 128),
     "native, streamed": generate(128, 8, **NATIVE, token_ids_logprob=[[*range(20)]] * 128, stream=True),
     "native, long": generate(1, ENTRIES, **NATIVE),
@@ -224,9 +234,9 @@ CASES = {
 }
 
 
-def check(mock, method: str, path: str, content: bytes = b"", right: int | None = 200) -> None:
+def check(mock, method: str, path: str, content: bytes = b"", right: int | None = 200, **headers: str) -> None:
     """Sends a request whose answer has the status ``right``, or any below 500. A long turn has further tries."""
-    headers = {"Content-Type": "application/json"} if content else {}
+    headers = ({"Content-Type": "application/json"} if content else {}) | headers
     longest = []
     while len(longest) < TRIES and (not longest or longest[-1].seconds > MOST_S):
         gc.collect()
@@ -307,6 +317,37 @@ def test_no_turn_of_a_field_is_long(mock, path, field, value):
     most = {"/generate": {"sampling_params": {"max_new_tokens": 1}}, "/v1/responses": {"max_output_tokens": 1}}
     body = {given.get(path, "messages"): "x" if path in given else TURN[:1]} | most.get(path, {"max_tokens": 1})
     check(mock, "POST", path, json.dumps(body | {field: value}).encode(), None)
+
+
+# Tensors of many names, and of many bytes, which are no tensors of the model.
+NAMED = save({f"model.layers.{i}.mlp.up_proj.weight": np.zeros(1, np.float32) for i in range(2**15)})
+LARGE = save({f"x{i}": np.zeros(2**20, np.uint8) for i in range(LIMITS.media_body_bytes // 2**20 * 5 // 8)})
+
+
+@pytest.mark.parametrize(
+    ("path", "tensors"),
+    [
+        ("/update_weights", NAMED),
+        ("/update_weights", LARGE),
+        ("/update_weights_from_tensor", NAMED),
+        ("/update_weights_from_tensor", LARGE),
+        ("update_info", LARGE),
+        ("/abort_requests", None),
+    ],
+    ids=["names", "bytes", "names in base64", "bytes in base64", "bytes in a field", "requests"],
+)
+def test_no_turn_of_an_administrator_is_long(mock, path, tensors):
+    key = {"Authorization": "Bearer root"}
+    if path == "/update_weights":
+        check(mock, "POST", path, tensors, 400, **key, **{"Content-Type": "application/octet-stream"})
+    elif tensors is None:
+        check(mock, "POST", path, json.dumps({"request_ids": ["x"] * MANY}).encode(), **key)
+    elif path == "update_info":
+        body = {path: {"serialized_named_tensors": base64.b64encode(tensors).decode()}}
+        check(mock, "POST", "/update_weights", json.dumps(body).encode(), 400, **key)
+    else:
+        body = {"serialized_named_tensors": [base64.b64encode(tensors).decode()]}
+        check(mock, "POST", path, json.dumps(body).encode(), 400, **key)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/mock", "/server_info", "/metrics", "/load", "/health"])
