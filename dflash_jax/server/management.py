@@ -84,7 +84,9 @@ class Management:
             InputError: The call is not possible.
             UnavailableError: The engine does not answer.
         """
-        arguments = record.arguments | ({} if record.tensors is None else {"tensors": record.tensors})
+        arguments: dict[str, Any] = {**record.arguments}
+        if record.tensors is not None:
+            arguments["tensors"] = record.tensors
         actions = {
             each.__name__: each
             for each in (

@@ -75,12 +75,13 @@ async def prepare_tokens(serving: Serving, body: TokenRequest) -> list[RemoteSeq
     n = prepare.check_counts(serving, sampling)
     ids = await serving.texts.prompt(body.token_ids, "token_ids")
     room = serving.check_room(ids, sampling.max_tokens, "sampling_params.max_tokens")
-    params = prepare.sampling(sampling, room, sampling.seed, sampling.logprobs, sampling.logprob_token_ids)
+    counts = sampling.logprobs, sampling.logprob_token_ids, sampling.prompt_logprobs
+    params = prepare.sampling(sampling, room, sampling.seed, *counts)
     form = await prepare.compiled(serving, prepare.form_of(sampling))
     budget = prepare.budget([sampling.thinking_token_budget])
     options = {"form": form, "priority": body.priority, "cache_salt": body.cache_salt or "", "budget": budget}
     options["thought"] = prepare.thought(serving, ids, budget, "sampling_params.thinking_token_budget")
-    return await prepare.sequences(serving, ids, params, n, prompt_logprobs=sampling.prompt_logprobs, **options)
+    return await prepare.sequences(serving, ids, params, n, **options)
 
 
 def token_logprobs(entries: list[dict]) -> Iterator[bytes]:

@@ -89,7 +89,8 @@ def run(args) -> int:
         texts = [document.text for document in held_out if len(document.text) > 40 * PROMPT][: args.prompts]
         for row in compare(llm, [llm.encode(text)[:PROMPT] for text in texts], args):
             cells = [f"{f(np.abs(row[kind])):.1e}" for kind in ("sampler", "score") for f in (np.max, np.mean)]
-            print(f"| {name} | {row['acceptance']:.2f} | {' | '.join(cells)} |", flush=True)
+            kind = "drafted" if row["acceptance"] > 1 else "plain"
+            print(f"| {name}, {kind} | {row['acceptance']:.2f} | {' | '.join(cells)} |", flush=True)
     return 0
 
 
