@@ -52,6 +52,8 @@ class Management:
         weights = (self.begin, self.give, self.finish, self.update, self.name, self.read, self.checksums)
         actions = (self.pause, self.resume, self.sleep, self.release, self.wake, *weights)
         self._actions: dict[str, Callable[..., Coroutine]] = {each.__name__: each for each in actions}
+        # Calls that wait for the end of all requests.
+        self._waiting = 0
         # Set when another mode takes the place of this one.
         self._changed = asyncio.Event()
         # Held while weights change or move.
@@ -111,20 +113,24 @@ class Management:
         """
         if mode not in PAUSES:
             raise wrong("mode", mode, f"one of {', '.join(PAUSES)}")
-        if mode == "wait" and self._llm.is_paused and (kept := self._engine.open_requests):
+        is_paused = self._llm.is_paused or self.mode in ("abort", "keep")
+        if mode == "wait" and is_paused and (kept := self._engine.open_requests):
             raise InputError(f"{kept} requests wait in the pause before, and cannot end: resume or abort them first")
-        before = self.mode
         self._set(mode)
-        try:
-            if mode == "wait":
+        if mode == "wait" and not is_paused:
+            self._waiting += 1
+            try:
                 await self._until_idle()
-            await self._on_engine(partial(self._llm.pause, "abort" if mode == "abort" else "keep"))
-        except BaseException:
-            if self.mode == mode:
-                self._set(before)
-            raise
+            except BaseException:
+                if self.mode == "wait" and self._waiting == 1:
+                    self._set(None)
+                raise
+            finally:
+                self._waiting -= 1
+        await self._on_engine(partial(self._llm.pause, "abort" if mode == "abort" else "keep"))
 
     async def _until_idle(self) -> None:
+        """Returns when all requests have ended. Raises InputError where another call changes the mode before."""
         idle = asyncio.ensure_future(self._engine.until_idle())
         changed = asyncio.ensure_future(self._changed.wait())
         try:
