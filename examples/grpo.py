@@ -16,8 +16,7 @@ import numpy as np
 import optax
 
 from dflash_jax import LLM, Completion, SamplingParams
-from dflash_jax.rl import DrafterTrainer, PolicyTrainer, Rollouts
-from dflash_jax.rl.grpo import group_advantages
+from dflash_jax.rl import DrafterTrainer, PolicyTrainer, Rollouts, group_advantages
 
 NAMES = ("area", "clamp", "mean", "swap", "join", "scale", "shift", "limit", "merge", "rank", "count", "total")
 ARGUMENTS = ("value", "values", "low", "name", "text", "x", "y", "a", "b")

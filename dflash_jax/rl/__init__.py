@@ -1,23 +1,19 @@
-"""Reinforcement learning with `LLM` as the engine of rollouts. Names are imported when first used."""
+"""Reinforcement learning with `LLM` as the engine of rollouts."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dflash_jax.rl.grpo import DrafterTrainer as DrafterTrainer
-    from dflash_jax.rl.grpo import PolicyTrainer as PolicyTrainer
-    from dflash_jax.rl.grpo import Rollouts as Rollouts
-    from dflash_jax.rl.tunix import TunixRollout as TunixRollout
+from dflash_jax.rl.grpo import DrafterTrainer, PolicyTrainer, Rollouts, group_advantages
 
-_WHERE = {"Rollouts": "grpo", "PolicyTrainer": "grpo", "DrafterTrainer": "grpo", "TunixRollout": "tunix"}
-__all__ = list(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
+if TYPE_CHECKING:
+    from dflash_jax.rl.tunix import TunixRollout
+
+__all__ = ["DrafterTrainer", "PolicyTrainer", "Rollouts", "TunixRollout", "group_advantages"]
 
 
 def __getattr__(name: str):
-    if name not in _WHERE:
-        raise AttributeError(f"module 'dflash_jax.rl' has no attribute {name!r}")
-    return getattr(import_module(f"dflash_jax.rl.{_WHERE[name]}"), name)
+    # tunix is no dependency.
+    if name == "TunixRollout":
+        from dflash_jax.rl.tunix import TunixRollout
 
-
-def __dir__():
-    return sorted({*globals(), *_WHERE})
+        return TunixRollout
+    raise AttributeError(f"module 'dflash_jax.rl' has no attribute {name!r}")

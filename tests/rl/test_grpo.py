@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.rl import DrafterTrainer, PolicyTrainer, Rollouts
-from dflash_jax.rl.grpo import clipped_loss, group_advantages, token_logprobs
+from dflash_jax.rl import DrafterTrainer, PolicyTrainer, Rollouts, group_advantages
+from dflash_jax.rl.grpo import clipped_loss, token_logprobs
 from tests import tiny
 from tests.docs.pages import ROOT
 from tests.helpers import tokens_of
