@@ -68,10 +68,12 @@ class AheadOfTime(Programs):
     def run(self, step: Step, state: DecodeState, *args: Any, **static: Any) -> Any:
         """See `Programs`; the result has shapes in place of arrays."""
         key, args = self._executables.prepared(step, state, args, static)
+        # New weights may have other programs meanwhile.
+        compiled = self._executables.compiled
         if key not in self._results:
-            if (program := self._executables.compiled.get(key)) is None:
+            if (program := compiled.get(key)) is None:
                 program = self._executables.lower(step, state, *args, **static)
-                self.pending[key] = self._threads.submit(self._compile, self._executables.compiled, key, program)
+                self.pending[key] = self._threads.submit(self._compile, compiled, key, program)
             specs = self.specs(step, state, static)[1]
             shapes, specs = program.out_info, (REPLICATED, specs) if step.changes else specs
             shardings = self._executables.shardings(jax.tree.broadcast(specs, shapes))

@@ -54,6 +54,7 @@ class Engine:
         version: The version of the weights.
         is_paused: Whether `step` starts nothing. Requests wait, with what they have.
         has_caches: Whether the decoding state and prefixes have memory.
+        is_closed: Whether no step follows.
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy | None = None):
@@ -62,11 +63,11 @@ class Engine:
         self.policy = policy or DraftLengthPolicy(config.speculations)
         self.statistics = Statistics()
         self.failure: str | None = None
-        self.version, self.is_paused, self.has_caches = FIRST_VERSION, False, True
+        self.version, self.is_paused, self.has_caches, self.is_closed = FIRST_VERSION, False, True, False
         self._order = itertools.count()
         self._clear()
 
-    def _clear(self) -> None:
+    def _clear(self, masking: Masking | None = None) -> None:
         # Requests that have not ended, in the order of arrival.
         self._live: dict[Request, None] = {}
         self._turns = Turns()
@@ -74,7 +75,8 @@ class Engine:
         self._slots = Slots(self.runner, self.config, self._turns, self._scheduler, self.statistics, self._collect_all)
         self._waiting, self._prefiller = self._slots.waiting, self._slots.prefiller
         self.pages, self.prefix_cache = self._slots.pages, self._slots.prefix_cache
-        self._masking = Masking(self.runner.mask_words, self.runner.aligned, self._fail_one)
+        # With masks that are asked for.
+        self._masking = masking or Masking(self.runner.mask_words, self.runner.aligned, self._fail_one)
         parts = self.runner, self._scheduler, self._masking, self.prefix_cache, self.statistics, self.config
         self._results = Results(*parts, self._event, self._end)
         self._tickets: deque[StepTicket] = deque()
@@ -214,6 +216,7 @@ class Engine:
             return
         try:
             self._collect_all()
+            self._events += [self._end(r, "length") for r in self._read_only() if r.is_read]
             self.runner.forget_proposal()
             self._slots.give_up_all()
             self.prefix_cache.clear()
@@ -234,7 +237,7 @@ class Engine:
             return
         waiting, events = list(self._live), self._events
         self.runner.reset()
-        self._clear()
+        self._clear(self._masking)
         self.has_caches, self._events = True, events
         for request in waiting:
             self._live[request] = None
@@ -298,6 +301,7 @@ class Engine:
 
     def close(self) -> None:
         """Closes the requests that have not ended, where no step follows."""
+        self.is_closed = True
         for request in self._live:
             request.close()
 
@@ -340,8 +344,7 @@ class Engine:
             if self.runner.aligned:
                 # The place of a draft in its block counts from the tokens that are known.
                 self._events += self._rest()
-        # Without new tokens, only the prompt is read.
-        absent = [r for r in self._scheduler.requests if not r.params.max_tokens]
+        absent = self._read_only()
         self._events += [self._end(r, "length") for r in absent if r.is_read]
         can_mask, others = self._scheduler.can_mask(), [r for r in self._scheduler.requests if r not in absent]
         late = [r for r in others if r.mask and not (can_mask and not self._masking.is_late(r))]
@@ -376,6 +379,10 @@ class Engine:
         handle = self.runner.decode(dispatch)
         self._events += self._rest()
         return batch, dispatch, handle
+
+    def _read_only(self) -> list[Request]:
+        """Requests without new tokens, of which only the prompt is read."""
+        return [r for r in self._scheduler.requests if not r.params.max_tokens]
 
     def _cover(self, request: Request, dispatch: Dispatch) -> bool:
         """Gives a request the pages that a dispatch may write; False where they are missing."""

@@ -77,20 +77,20 @@ class Executables(Programs):
     def __init__(self, target: Decoder, drafter: Drafting | None, mesh: Mesh | None = None):
         super().__init__(target, drafter)
         self.mesh = mesh or target.layout.mesh()
-        # Programs of other forms of the weights.
-        self._forms: dict[Any, dict] = {}
         self.compiled: dict = {}
         self._take()
 
     def _take(self) -> None:
-        self._specs, self._structure = parameter_specs(self.pair), jax.tree.structure(self.pair)
-        self.weights = jax.tree.map(put, jax.tree.leaves(self.pair), self.shardings(self._specs))
+        specs, structure = parameter_specs(self.pair), jax.tree.structure(self.pair)
+        self.weights = jax.tree.map(put, jax.tree.leaves(self.pair), self.shardings(specs))
+        # Another thread may lower programs of the weights before: it reads this once.
+        self._lowered = specs, structure, self.weights
 
     def replace(self, target: Decoder, drafter: Drafting | None) -> None:
         """Runs with other weights from now on.
 
-        Weights of the same form use the programs that are compiled. A CPU's have two forms, as they are exact in 16
-        bits or not; each has programs of its own.
+        Weights of the same form use the programs that are compiled. A CPU's have another one once they are not exact in
+        16 bits, and keep it; its programs are compiled anew.
 
         Args:
             target: As the one before, with other arrays; or with shapes, which takes no memory and runs nothing.
@@ -99,11 +99,11 @@ class Executables(Programs):
         before, self.pair = self._form, (target, drafter)
         self._take()
         if self._form != before:
-            self._forms[before], self.compiled = self.compiled, self._forms.get(self._form, {})
+            self.compiled = {}
 
     @property
     def _form(self) -> tuple:
-        return self._structure, tuple((x.shape, x.dtype.name) for x in self.weights)
+        return self._lowered[1], tuple((x.shape, x.dtype.name) for x in self.weights)
 
     @property
     def count(self) -> int:
@@ -140,9 +140,10 @@ class Executables(Programs):
 
     def lower(self, step: Step, state: DecodeState, *args: Any, **static: Any):
         """Traces a step; arguments as in `run`, arrays or shapes. Returns a ``jax.stages.Lowered``."""
+        parameter_specs, structure, weights = self._lowered
 
         def run(leaves, state, *args):
-            return step.function(*jax.tree.unflatten(self._structure, leaves), state, *args, **static)
+            return step.function(*jax.tree.unflatten(structure, leaves), state, *args, **static)
 
         backend = self.pair[0].backend
         if backend.joins_launches:
@@ -151,13 +152,13 @@ class Executables(Programs):
         mapped = jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(self._specs, state_specs, *in_specs),
+            in_specs=(parameter_specs, state_specs, *in_specs),
             out_specs=(state_specs, out_specs) if step.changes else out_specs,
             check_vma=False,
         )
         # Accelerators would multiply float32 in fewer bits by default.
         with jax.default_matmul_precision("highest" if self.pair[0].dtype == jnp.float32 else "default"):
-            return jax.jit(mapped, donate_argnums=1 if step.changes else ()).lower(self.weights, state, *args)
+            return jax.jit(mapped, donate_argnums=1 if step.changes else ()).lower(weights, state, *args)
 
     def prepared(self, step: Step, state: DecodeState, args: tuple, static: dict[str, Any]) -> tuple[tuple, tuple]:
         """(key, args) as a step's program is looked up and called.

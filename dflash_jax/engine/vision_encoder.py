@@ -179,11 +179,6 @@ class VisionEncoder:
         self._programs: dict[int, Compiled] = {}
         self._running, self._compiling = threading.Lock(), threading.Lock()
 
-    def replace(self, tower: VisionTower) -> None:
-        """Runs with other weights from now on; what the old ones have computed is forgotten."""
-        with self._running:
-            self.tower, self.outputs = tower, OutputCache(self.outputs.budget)
-
     def device_bytes(self, positions: int) -> int:
         """Bytes of the tower on a device: its parameters, and the `workspace` of a call.
 

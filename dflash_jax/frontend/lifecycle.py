@@ -1,6 +1,7 @@
 """What an `LLM` does between generations: it takes new weights, pauses, and gives its memory back for a while."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -76,7 +77,7 @@ class Lifecycle:
             version: The name of these weights; None: the number of the update.
             in_flight: What becomes of requests that have not ended: "recompute" lets them go on under the new weights,
                 "wait" finishes them before, and "abort" ends them.
-            partial: Whether tensors that are not given stay as they are; otherwise they are missing.
+            partial: Whether tensors of the target that are not given stay as they are; otherwise they are missing.
 
         Returns:
             The version.
@@ -101,7 +102,7 @@ class Lifecycle:
         partial: bool = False,
     ) -> NewWeights:
         """The first half of `update_weights`, which any thread may do: reads, checks and places; changes nothing."""
-        self._check_alone()
+        self.check_alone()
         if weights is None and drafter is None:
             raise InputError("weights and drafter are None: give one of them")
         if self._on_host is not None:
@@ -111,9 +112,15 @@ class Lifecycle:
         return Renewal(self.loader, self._models, partial, self.lacks_weights).of(weights, drafter)
 
     def take_weights(self, new: NewWeights, *, version: str | None = None, in_flight: str = "recompute") -> str:
-        """The second half of `update_weights`, on the thread of the engines: the models of ``new`` take their place."""
+        """The second half of `update_weights`, on the thread of the engines: the models of ``new`` take their place.
+
+        Raises:
+            EngineError: The models have changed since ``new`` was made, or sleep since.
+        """
         _check_choice("in_flight", in_flight, IN_FLIGHT)
         _check_version(version)
+        if new.base != self._models.base:
+            raise EngineError("the weights have changed since new_weights(): make the new ones again")
         self._updates += 1
         self.weight_version = str(self._updates) if version is None else version
         for engine in self.engines:
@@ -125,14 +132,15 @@ class Lifecycle:
         return self.weight_version
 
     def _install(self, new: NewWeights) -> None:
-        self._models = new
+        self._models = replace(new, base=self._models.base + 1)
         self.programs.replace(new.target, together(new.drafters))
         if self.plain_programs is not self.programs:
             self.plain_programs.replace(new.target, None)
-        if self.encoder is not None and new.tower is not None and new.tower is not self.encoder.tower:
-            self.encoder.replace(new.tower)
+        if self.encoder is not None and new.tower is not None:
+            self.encoder.tower = new.tower
 
-    def _check_alone(self) -> None:
+    def check_alone(self) -> None:
+        """Raises EngineError where the model runs on several processes."""
         if self._group is not None:
             raise EngineError("the model runs on several processes, whose weights cannot be replaced: start them anew")
 
@@ -140,7 +148,8 @@ class Lifecycle:
     def engines(self) -> list[Engine]:
         """The engines that run the models, in use now."""
         own = (self.programs, self.plain_programs)
-        return [engine for engine in self._engines if any(engine.runner.programs is each for each in own)]
+        live = [engine for engine in self._engines if not engine.is_closed]
+        return [engine for engine in live if any(engine.runner.programs is each for each in own)]
 
     def read_weights(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """Tensors of the target by the names of its checkpoint, weights in few bits as float32.
@@ -238,6 +247,8 @@ class Lifecycle:
         """
         if level not in (0, 1, 2) or isinstance(level, bool):
             raise wrong("level", level, "0, 1 or 2")
+        if level:
+            self.check_alone()
         self.pause(mode)
         if level:
             self.release(keep_weights=level == 1)
@@ -250,7 +261,7 @@ class Lifecycle:
             keep_weights: Whether weights are copied to the host.
         """
         _check_tags(tags)
-        self._check_alone()
+        self.check_alone()
         if not self.is_paused:
             raise EngineError("the LLM is not paused: pause() before release()")
         if "kv_cache" in tags:
@@ -259,6 +270,8 @@ class Lifecycle:
         if "weights" in tags and not self.lacks_weights:
             self._on_host = jax.tree.map(_copied, self._models) if keep_weights else None
             self._install(jax.tree.map(_shape, self._models))
+        elif "weights" in tags and not keep_weights:
+            self._on_host = None
 
     def wake(self, tags: Collection[str] | None = None) -> None:
         """Ends a sleep, and the pause when all is there again.
@@ -291,8 +304,8 @@ def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 
 
 def _check_version(version: Any) -> None:
-    if version is not None and not (isinstance(version, str) and len(version) <= 256):
-        raise wrong("version", version, "text of at most 256 characters")
+    if version is not None and not (isinstance(version, str) and 0 < len(version) <= 256):
+        raise wrong("version", version, "text of 1 to 256 characters")
 
 
 def _check_tags(tags: Any) -> None:
@@ -302,7 +315,7 @@ def _check_tags(tags: Any) -> None:
 
 def _copied(array: jax.Array) -> np.ndarray:
     # A view of a CPU's array would keep it.
-    is_view = array.sharding.device_set == set(jax.devices("cpu")[:1])
+    is_view = any(device.platform == "cpu" for device in array.sharding.device_set)
     return np.array(array) if is_view else np.asarray(array)
 
 

@@ -254,6 +254,8 @@ class LLM(Lifecycle, Generation):
         """The same models with other executables, and an engine of their own."""
         other = copy.copy(self)
         other.programs, other._sync_engine, other._leader = programs, SyncEngine(other), None
+        # One may sleep without the other.
+        other.encoder = copy.copy(self.encoder)
         return other
 
     @contextmanager

@@ -433,6 +433,7 @@ def draft_vocabulary(
     target: Decoder,
     dtype: str,
     other: Drafting | None = None,
+    like: DraftVocabulary | None = None,
 ) -> DraftVocabulary | None:
     """The tokens that a drafter drafts, with their rows of its head.
 
@@ -442,6 +443,7 @@ def draft_vocabulary(
         target: The target.
         dtype: As of `packed`.
         other: A drafter that may have what is asked for already.
+        like: As of `packed`.
 
     Returns:
         None where the head that it drafts with has these tokens and no others.
@@ -467,7 +469,7 @@ def draft_vocabulary(
     rows = head_rows(owner, ids, layout)
     if isinstance(ids, np.ndarray):
         ids = place(ids.astype(np.int32), NamedSharding(layout.mesh(), PartitionSpec()))
-    return packed(DraftVocabulary(ids, rows, owner.backend), dtype)
+    return packed(DraftVocabulary(ids, rows, owner.backend), dtype, like)
 
 
 def placed_drafter(

@@ -1,11 +1,12 @@
 """New weights for the models of a running `LLM`: checked as a whole, and placed as the old ones are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -21,6 +22,7 @@ from dflash_jax.frontend.llm_config import DTYPES
 from dflash_jax.frontend.loading import Loader, draft_vocabulary, packed
 from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafters import vocabulary_of
 from dflash_jax.models.drafting import Drafting
 from dflash_jax.models.families.mtp import head_prefix
 from dflash_jax.models.families.vision import vision_prefix
@@ -36,7 +38,6 @@ Weights = Decoder | Pairs | str | Path
 DraftWeights = Drafting | Pairs | str | Path
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NewWeights:
     """The models of an LLM, or those that take their place. A pytree.
@@ -45,11 +46,16 @@ class NewWeights:
         target: The target.
         drafters: The drafters.
         tower: The vision tower; None for a model of text.
+        base: The number of the change of the models that they follow.
     """
 
     target: Decoder
     drafters: tuple[Drafting, ...]
     tower: VisionTower | None = None
+    base: int = 0
+
+
+jax.tree_util.register_dataclass(NewWeights, ["target", "drafters", "tower"], ["base"])
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Renewal:
     Attributes:
         loader: Loads the LLM's checkpoint.
         old: The models, which may have shapes in place of arrays unless ``is_partial``.
-        is_partial: Whether tensors that are not given stay as they are.
+        is_partial: Whether tensors of the target that are not given stay as they are.
         is_dropped: Whether the models have no arrays. What is not given is read from the checkpoint then.
     """
 
@@ -95,7 +101,8 @@ class Renewal:
             target = self.old.target
         if weights is not None:
             _check_forms("the target", self.old.target, target)
-        new = NewWeights(target, self._drafters(target, drafter, files), self._tower(files))
+        tower = self._tower(files)
+        new = replace(self.old, target=target, drafters=self._drafters(target, drafter, files), tower=tower)
         jax.block_until_ready(jax.tree.leaves((new.target, new.drafters, new.tower)))
         return new
 
@@ -160,16 +167,27 @@ class Renewal:
         return loader.finished(target, self._directory, self.old.target)
 
     def _tower(self, files: GivenTensors | Path | None) -> VisionTower | None:
-        """The vision tower: a new one where its tensors are given."""
-        old, loader = self.old.tower, self.loader
-        has_tower = isinstance(files, Path) or (files is not None and vision_prefix(files) is not None)
-        if old is None or not (has_tower or self.is_dropped):
-            return old
-        directory = files if isinstance(files, Path) else self._directory
-        tensors = files if has_tower and isinstance(files, GivenTensors) else None
-        options = DTYPES[loader.given.dtype_name], loader.given.layout, loader.backend, loader.given.hf_overrides
-        tower = load_tower(directory, *options, tensors)
-        return old if tower is None else packed(tower, loader.given.dtype_name, old)
+        """The vision tower, which stays. Raises InputError where another one is given."""
+        tower = self.old.tower
+        if tower is None:
+            return None
+        if self.is_dropped:
+            tower = self._read_tower(self._directory, None)
+        if isinstance(files, Path):
+            given = self._read_tower(files, None)
+        else:
+            has_tower = files is not None and vision_prefix(files) is not None
+            given = self._read_tower(self._directory, files) if has_tower else None
+        pairs = () if given is None else zip(jax.tree.leaves(tower), jax.tree.leaves(given), strict=True)
+        if not all(jnp.array_equal(one, other) for one, other in pairs):
+            raise InputError("the weights of the vision tower are others: they cannot be replaced, so leave them out")
+        return tower
+
+    def _read_tower(self, directory: Path, files: GivenTensors | None) -> VisionTower | None:
+        given = self.loader.given
+        options = DTYPES[given.dtype_name], given.layout, self.loader.backend, given.hf_overrides
+        tower = load_tower(directory, *options, files)
+        return None if tower is None else packed(tower, given.dtype_name, self.old.tower)
 
     # The drafters.
 
@@ -192,7 +210,8 @@ class Renewal:
                 drafter = jax.tree.map(lambda x: x, drafter) if drafter is old else drafter
                 if isinstance(drafter, Mtp):
                     drafter.final_norm.weight = nnx.Param(target.norm.weight[...])
-                drafter.vocabulary = draft_vocabulary(drafter, ids, target, self.loader.given.dtype_name)
+                options = ids, target, self.loader.given.dtype_name
+                drafter.vocabulary = draft_vocabulary(drafter, *options, like=vocabulary_of(old))
             _check_forms(f"drafter {name}", old, drafter)
             drafters.append(drafter)
         return tuple(drafters)

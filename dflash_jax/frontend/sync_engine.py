@@ -78,6 +78,8 @@ class SyncEngine:
             self.finish()
             if runner.programs is programs:
                 capacity, slots = max(capacity, runner.capacity), max(slots, runner.slots)
+        if engine is not None:
+            engine.close()
         # The next engine needs the memory of this one.
         self.engine = engine = runner = None
         self.engine = self._maker.new_engine(programs, slots, capacity, self._policies.get(programs))
@@ -103,6 +105,7 @@ class SyncEngine:
             events = self.engine.step()
         except BaseException:
             # The state of an interrupted engine is unknown.
+            self.engine.close()
             self.engine = None
             self._router.send_all(EngineError("the engine was interrupted"))
             raise

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.ops.weights import PackedWeight, TransposedWeight, is_weight
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, is_exact, is_weight
 from dflash_jax.parallel.sharding import parameter_attribute
 
 M = TypeVar("M", bound=nnx.Module)
@@ -20,15 +20,19 @@ def pack_weights(module: M, like: M | None = None) -> M:
     Args:
         module: The module. Its submodules name the parameters to pack in ``matrices()``, parameter → number of its
             contracted last axes. Each packed parameter's arrays are deleted.
-        like: A module that is packed. What has float32 panels there has them here, too, even if it is exact in 16 bits.
+        like: A module that is packed. Where other weights are exact in 16 bits than there, all panels are float32, so
+            that new weights have one other form and no more.
 
     Returns:
         The module with packed weights.
     """
     leaves, structure = jax.tree.flatten(module, is_weight)
-    others = [None] * len(leaves) if like is None else jax.tree.leaves(like, is_leaf=is_weight)
-    for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_weight)):
+    matrices = parameter_attribute(module, "matrices", 0, is_weight)
+    has_float_panels = like is not None and not _are_exact_alike(leaves, matrices, like)
+    for i, contracted in enumerate(matrices):
         leaf = leaves[i]
+        if has_float_panels and isinstance(leaf, PackedWeight) and leaf.form is None and not leaf.has_float_panels:
+            leaf = _unpacked(leaf)
         if contracted and not isinstance(leaf, PackedWeight):
             arrays = jax.tree.leaves(leaf)
             if isinstance(arrays[0], jax.ShapeDtypeStruct):
@@ -36,11 +40,23 @@ def pack_weights(module: M, like: M | None = None) -> M:
                 continue
             # By numpy: nothing to compile for each shape.
             whole = jax.tree.map(np.asarray, leaf)
-            packed = PackedWeight.of(whole, contracted, getattr(others[i], "has_float_panels", False))
+            packed = PackedWeight.of(whole, contracted, has_float_panels)
             leaves[i] = jax.device_put(packed, arrays[0].device)
             for array in arrays:
                 array.delete()
     return jax.tree.unflatten(structure, leaves)
+
+
+def _are_exact_alike(leaves: list, matrices: list[int], like: Any) -> bool:
+    """Whether weights have panels of 16 bits where those of ``like`` do."""
+    pairs = zip(leaves, matrices, jax.tree.leaves(like, is_leaf=is_weight), strict=True)
+    packed = [(leaf, other) for leaf, contracted, other in pairs if contracted and isinstance(other, PackedWeight)]
+    return all(
+        (leaf.has_float_panels if isinstance(leaf, PackedWeight) else not is_exact(np.asarray(leaf)))
+        == other.has_float_panels
+        for leaf, other in packed
+        if other.form is None and not isinstance(leaf, QuantizedWeight)
+    )
 
 
 def transpose_experts(module: M) -> M:

@@ -283,7 +283,7 @@ class PackedWeight:
         if inputs % 2:
             matrix = np.pad(matrix, ((0, 0), (0, 1)))
         bits = matrix.view(np.uint32)
-        if not has_float_panels and not np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
+        if not has_float_panels and is_exact(bits):
             matrix = bits[..., ::2] >> 16 | bits[..., 1::2]
         return cls(_panels(matrix), weight.shape, contracted)
 
@@ -437,6 +437,11 @@ class TransposedWeight:
 def can_pack_experts(gate_up: Weight, down: Weight) -> bool:
     """Whether experts' weights [E, 2, F, H] and [E, H, F] can be packed: each matrix is a number of panels."""
     return all(n % LANES == 0 for n in down.shape[1:])
+
+
+def is_exact(weight: np.ndarray) -> bool:
+    """Whether numbers of float32, or their bits, are exact in bfloat16."""
+    return not np.bitwise_or.reduce(weight.view(np.uint32), axis=None) & 0xFFFF
 
 
 def is_weight(x: object) -> bool:

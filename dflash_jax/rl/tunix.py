@@ -163,7 +163,7 @@ class TunixRollout(BaseRollout):
         Args:
             prompt_tokens: int [B, P], padded on the left.
             completion_tokens: int [B, L], padded on the right.
-            completion_mask: Not used: padding is known by its id.
+            completion_mask: bool [B, L], the tokens of answers; None: those that are not padding.
 
         Returns:
             float32 [B, L], 0 where padding is.
@@ -171,6 +171,10 @@ class TunixRollout(BaseRollout):
         pad = self.pad_id()
         prompts = [_without_padding(row, pad) for row in np.asarray(prompt_tokens)]
         answers = [_without_padding(row[::-1], pad)[::-1] for row in np.asarray(completion_tokens)]
+        if completion_mask is not None:
+            # The id of padding may be that of the end of an answer, too.
+            counts = np.asarray(completion_mask).astype(bool).sum(axis=1)
+            answers = [row[:n].tolist() for row, n in zip(np.asarray(completion_tokens), counts, strict=True)]
         params = SamplingParams(temperature=self._config.temperature, logprobs_mode="processed")
         result = np.zeros(np.shape(completion_tokens), np.float32)
         for row, scores in zip(result, self.llm.score(prompts, answers, params), strict=True):
