@@ -11,6 +11,7 @@ whole numbers are computed here, point by point of the grid.
   them than the array has, nor is one moved twice: the lists that grouped products and paged attention read are sorted.
 - A grid's bound that is read from memory is the length of the list of indices, or the rows and their tiles where these
   are fewer: an expert without rows is not visited.
+- Passes over rows in the order of their experts read each expert once, and one more at each boundary between passes.
 """
 
 import re
@@ -224,7 +225,11 @@ def _integers(text: str) -> list[int]:
 
 @lru_cache(maxsize=256)
 def kernel(
-    body: bytes, inputs: tuple[tuple[int, ...], ...], results: tuple[tuple[int, ...], ...], context: int = 0
+    body: bytes,
+    inputs: tuple[tuple[int, ...], ...],
+    results: tuple[tuple[int, ...], ...],
+    context: int = 0,
+    passes: int = 1,
 ) -> tuple[list[float], list[float], dict[str, float]]:
     """Counts a kernel.
 
@@ -233,6 +238,7 @@ def kernel(
         inputs: The shapes of the call's operands.
         results: Those of its results.
         context: Positions in the caches.
+        passes: Calls that together have the rows of all experts, in the order of these.
 
     Returns:
         The part of each operand and of each result that is moved (2.0: it is moved twice), and the operations of its
@@ -256,7 +262,7 @@ def kernel(
     bounds = [
         _integers(f": {m[1]}" if (m := re.search(r"window_bounds = array<i64: ([^>]*)>", w)) else "") for w in windows
     ]
-    grid = [_dynamic(d, indices, shapes, bounds) if n == DYNAMIC else n for d, n in enumerate(grid)]
+    grid = [_dynamic(d, indices, shapes, bounds, passes) if n == DYNAMIC else n for d, n in enumerate(grid)]
     points = prod(grid)
     counted = min(points, MOST_POINTS)
     if not windows:
@@ -264,7 +270,7 @@ def kernel(
         moved = [0.0 if re.search("<(any|hbm)>", str(arguments[i].type)) else 1.0 for i in arrays]
     for i, function in enumerate(indices):
         if function is not None:
-            moved[i] = _parts(function, grid, shapes[i], bounds[i], context) * points / counted
+            moved[i] = _parts(function, grid, shapes[i], bounds[i], context, passes) * points / counted
         elif windows:
             moved[i] = 0.0 if re.search("<(any|hbm)>", str(arguments[arrays[i]].type)) else 1.0
     run, entry = _Run(context), main.regions[0].blocks[0]
@@ -283,7 +289,12 @@ def _points(grid: list[int]) -> Iterator[tuple[int, ...]]:
     return islice(product(*(range(n) for n in grid)), MOST_POINTS)
 
 
-def _dynamic(axis: int, functions: list, shapes: list[tuple[int, ...]], bounds: list[list[int]]) -> int:
+def _of_pass(shape: tuple[int, ...], blocks: int, passes: int) -> int:
+    """How many blocks of an array one of several passes takes on average: its share of experts, all of its rows."""
+    return -(-(blocks + passes - 1) // passes) if len(shape) > 2 else blocks
+
+
+def _dynamic(axis: int, functions: list, shapes: list[tuple[int, ...]], bounds: list[list[int]], passes: int) -> int:
     """The most points along an axis whose bound is read from memory."""
     most = []
     for function, shape, bound in zip(functions, shapes, bounds, strict=True):
@@ -292,7 +303,7 @@ def _dynamic(axis: int, functions: list, shapes: list[tuple[int, ...]], bounds: 
         if block is not None:
             run.block(block, {x: ("axis", (axis,)) if i == axis else 0 for i, x in enumerate(block.arguments)})
         if lists := [size for size, indices in run.loads if "('axis'" in repr(indices)]:
-            most += lists
+            most += [n - shape[0] + _of_pass(shape, shape[0], passes) for n in lists]
             if len(shape) == 2:
                 most.append(shape[0] + -(-shape[0] // bound[0]) - 1)
     return min(most, default=1)
@@ -310,7 +321,7 @@ def _part(place: tuple[Value, ...], bounds: list[int], shape: tuple[int, ...]) -
     return part
 
 
-def _parts(function, grid: list[int], shape: tuple[int, ...], bounds: list[int], context: int) -> float:
+def _parts(function, grid: list[int], shape: tuple[int, ...], bounds: list[int], context: int, passes: int) -> float:
     """The part of an array that is moved, in blocks."""
     block = function.regions[0].blocks[0]
     run = _Run(context)
@@ -329,7 +340,7 @@ def _parts(function, grid: list[int], shape: tuple[int, ...], bounds: list[int],
     distinct = len(set(known))
     of_axis = [-(-n // b) for n, b in zip(shape, bounds, strict=True)]
     most = prod(
-        n if is_read else len({place[i] for place in known})
+        _of_pass(shape, n, passes) if is_read else len({place[i] for place in known})
         for i, (n, is_read) in enumerate(zip(of_axis, read, strict=True))
     )
     return moved * min(1.0, most / distinct)

@@ -38,7 +38,7 @@ SAME = ("bitcast", "copy", "reshape", "convert", "transpose")
 SLICES, UPDATES = ("dynamic-slice", "slice", "gather"), ("dynamic-update-slice", "scatter")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 # Of this module and `tools/mosaic.py`: raised where they count otherwise, so that figures of an older one can be told.
-REVISION = 1
+REVISION = 2
 SAMPLING, ATTENTION, EXPERTS = "decoding/sampling.py", "ops/attention.py", "ops/moe.py"
 
 
@@ -175,7 +175,7 @@ class Program:
             x for x in entry.instructions.values() if x.opcode == "while" and not self._is_from(x, ATTENTION, EXPERTS)
         ]
         self._rounds = next((x for x in loops if self._known_trips(entry, x) is None), None)
-        self._is_once = self._rounds is not None
+        self._is_once, self._passes = self._rounds is not None, 1
         return list(self._costs(entry, 1))
 
     def figures(self) -> dict[str, Any]:
@@ -236,9 +236,11 @@ class Program:
         if x.opcode == "while":
             trips = self._trips(computation, x, times)
             self._is_once = self._is_once and x is not self._rounds
+            # An expert's weights are read once over all trips, and once more where one trip ends and the next begins.
+            passes, self._passes = self._passes, trips if self._is_from(x, EXPERTS) else self._passes
             for part in ("body", "condition"):
                 yield from self._costs(self.computations[x.attribute(rf"{part}=%?([\w.-]+)")], times * trips)
-            self._is_once = self._is_once or x is self._rounds
+            self._is_once, self._passes = self._is_once or x is self._rounds, passes
         elif x.opcode == "conditional":
             branches = [list(self._costs(self.computations[name], times)) for name in x.branches]
             yield from (
@@ -316,7 +318,7 @@ class Program:
         if x.opcode != "custom-call" or not (body := x.attribute(r'"body":"([A-Za-z0-9+/=]+)"')):
             return None
         inputs = tuple(s.dims for name in x.operands for s in computation.instructions[name].shapes)
-        return kernel(base64.b64decode(body), inputs, tuple(s.dims for s in x.shapes), self.context)
+        return kernel(base64.b64decode(body), inputs, tuple(s.dims for s in x.shapes), self.context, self._passes)
 
     def _taken(self, computation: Computation, x: Instruction, index: int) -> int:
         """Bytes that an operation takes of an operand, in whatever memory that is."""

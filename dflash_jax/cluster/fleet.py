@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isnan
@@ -127,10 +127,10 @@ class _Request:
         for choice in self._choices:
             self._detach(choice)
 
-    def abort(self, name: str | None) -> None:
-        """Ends choices that have no engine now; engines end the others, or are lost before."""
+    def abort(self, names: Collection[str] | None) -> None:
+        """Ends choices that have no engine now; engines end the others, or are lost before. None: of any name."""
         for choice in self._choices:
-            if not choice.is_over and name in (None, choice.name):
+            if not choice.is_over and (names is None or choice.name in names):
                 choice.is_aborted = True
                 if choice.engine is None:
                     self._put(choice, protocol.Event(choice.place, finish_reason="abort"))
@@ -405,7 +405,7 @@ class Fleet:
             engine.client.abort(owner, name)
         for request in self._requests:
             if request.owner == owner:
-                request.abort(name)
+                request.abort(None if name is None else {name})
 
     async def manage(self, action: str, tensors: np.ndarray | None = None, **arguments: Any) -> Any:
         """As of `EngineClient`, at all engines: new weights at one after the other, so that the others answer.
@@ -418,6 +418,10 @@ class Fleet:
                 it.
         """
         engines, answers = self._connected(), []
+        if action == "abort":
+            names = None if arguments["names"] is None else set(arguments["names"])
+            for request in self._requests:
+                request.abort(names)
         if not engines:
             raise UnavailableError("no engine is ready")
         calls = [partial(engine.client.manage, action, tensors, **arguments) for engine in engines]

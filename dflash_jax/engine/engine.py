@@ -242,7 +242,10 @@ class Engine:
             self._waiting.push(request)
 
     def flush(self) -> bool:
-        """Clears the prefix cache. Does nothing, and returns False, while there are requests."""
+        """Clears the prefix cache. Does nothing, and returns False, while requests run; in a pause, see `forget`."""
+        if self.is_paused:
+            self.forget()
+            return True
         if self._live:
             return False
         self.prefix_cache.clear()

@@ -34,13 +34,17 @@ GPU_OPTIONS = {
 # On TPUs with 128 MiB of VMEM: most of it is the kernels' own, as others' recipes for v6e have it. Otherwise XLA copies
 # the weights of a layer's experts to it ahead of their product, and those that no token has chosen too.
 TPU_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": 98304}
+# On a v7: 16-bit weights are read in the tiles of 8 rows that they are in. Otherwise XLA copies all of them in each
+# dispatch into tiles of 16, for as much memory again; a mesh's programs take no weights that are placed in these.
+V7_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
 
 
 def compiler_options(device: Any) -> dict[str, Any] | None:
     """XLA's options that suit a `jax.Device`, which this machine need not have; None: XLA's own."""
     if device.platform in ("gpu", "cuda"):
         return GPU_OPTIONS
-    return TPU_OPTIONS if device_name(device.device_kind) in ("v5e", "v6e") else None
+    name = device_name(device.device_kind)
+    return V7_OPTIONS if name == "tpu7x" else TPU_OPTIONS if name in ("v5e", "v6e") else None
 
 
 def put(x, sharding):
@@ -125,7 +129,14 @@ class Executables(Programs):
         """Compiles a ``jax.stages.Lowered``: (program, seconds)."""
         began = time.perf_counter()
         options = self.compiler_options or compiler_options(self.mesh.devices.flat[0])
-        return lowered.compile(compiler_options=options), time.perf_counter() - began
+        try:
+            program = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as e:
+            # Compilers of other versions may not have an option of ours.
+            if self.compiler_options or "No such compile option" not in str(e):
+                raise
+            program = lowered.compile()
+        return program, time.perf_counter() - began
 
     def lower(self, step: Step, state: DecodeState, *args: Any, **static: Any):
         """Traces a step; arguments as in `run`, arrays or shapes. Returns a ``jax.stages.Lowered``."""

@@ -174,7 +174,7 @@ class Lifecycle:
         """
         self._check_awake()
         sums = {}
-        for name, model in (("", self.target), *zip(self.draft_names, self.drafters, strict=True)):
+        for name, model in (("", self._models.target), *zip(self.draft_names, self._models.drafters, strict=True)):
             weights = jax.tree.leaves(model, is_leaf=is_weight)
             for path, weight in zip(parameter_paths(model, is_weight), weights, strict=True):
                 digest = sha256()

@@ -168,8 +168,8 @@ class Occupation(Strict):
 async def release_memory_occupation(http: Request, body: Occupation | None = None):
     """Frees weights (copied to the host), caches, or both. Requests wait."""
     tags = (body or Occupation()).known
-    arguments = {"tags": ["weights", "kv_cache"] if tags is None else tags}
-    return await _done(_engine(http).manage("release", **arguments), "Memory released.")
+    tags = ["weights", "kv_cache"] if tags is None else tags
+    return await _done(_engine(http).manage("release", tags=tags), "Memory released.")
 
 
 @router.post("/resume_memory_occupation", responses=DONE, response_model=None)

@@ -5,7 +5,7 @@ engine's, between two steps.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -49,6 +49,11 @@ class Management:
     def __init__(self, llm: LLM, engine: AsyncEngine, tell: Callable[[], None]):
         self._llm, self._engine, self._tell = llm, engine, tell
         self.mode: str | None = None
+        weights = (self.begin, self.give, self.finish, self.update, self.name, self.read, self.checksums)
+        actions = (self.pause, self.resume, self.sleep, self.release, self.wake, *weights)
+        self._actions: dict[str, Callable[..., Coroutine]] = {each.__name__: each for each in actions}
+        # Calls that wait for the end of all requests.
+        self._waiting = 0
         # Set when another mode takes the place of this one.
         self._changed = asyncio.Event()
         # Held while weights change or move.
@@ -78,7 +83,7 @@ class Management:
             raise UnavailableError("the server is sleeping")
 
     async def answer(self, record: protocol.Manage) -> Any:
-        """The answer to a record. A caller who leaves before takes its call back.
+        """The answer to a record. A caller who leaves takes back what waits, or is only read.
 
         Raises:
             InputError: The call is not possible.
@@ -87,25 +92,8 @@ class Management:
         arguments: dict[str, Any] = {**record.arguments}
         if record.tensors is not None:
             arguments["tensors"] = record.tensors
-        actions = {
-            each.__name__: each
-            for each in (
-                self.pause,
-                self.resume,
-                self.sleep,
-                self.release,
-                self.wake,
-                self.begin,
-                self.give,
-                self.finish,
-                self.update,
-                self.name,
-                self.read,
-                self.checksums,
-            )
-        }
         try:
-            return await actions[record.action](**arguments)
+            return await self._actions[record.action](**arguments)
         except EngineError as e:
             # The engine works: the call is wrong, as that of a sleeping one.
             raise e if type(e) is not EngineError or self._engine.engine.failure else InputError(str(e)) from None
@@ -127,20 +115,24 @@ class Management:
         """
         if mode not in PAUSES:
             raise wrong("mode", mode, f"one of {', '.join(PAUSES)}")
-        if mode == "wait" and self._llm.is_paused and (kept := self._engine.open_requests):
+        is_paused = self._llm.is_paused or self.mode in ("abort", "keep")
+        if mode == "wait" and is_paused and (kept := self._engine.open_requests):
             raise InputError(f"{kept} requests wait in the pause before, and cannot end: resume or abort them first")
-        before = self.mode
         self._set(mode)
-        try:
-            if mode == "wait":
+        if mode == "wait" and not is_paused:
+            self._waiting += 1
+            try:
                 await self._until_idle()
-            await self._on_engine(partial(self._llm.pause, "abort" if mode == "abort" else "keep"))
-        except BaseException:
-            if self.mode == mode:
-                self._set(before)
-            raise
+            except BaseException:
+                if self.mode == "wait" and self._waiting == 1:
+                    self._set(None)
+                raise
+            finally:
+                self._waiting -= 1
+        await self._on_engine(partial(self._llm.pause, "abort" if mode == "abort" else "keep"))
 
     async def _until_idle(self) -> None:
+        """Returns when all requests have ended. Raises InputError where another call changes the mode before."""
         idle = asyncio.ensure_future(self._engine.until_idle())
         changed = asyncio.ensure_future(self._changed.wait())
         try:
@@ -283,7 +275,10 @@ class Management:
         return await self._in_thread(self._llm.checksums)
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
-        return await self._engine.call(function)
+        """Calls a function on the engine's thread. It is not taken back: what follows it must follow."""
+        work = asyncio.ensure_future(self._engine.call(function))
+        await _ended(work)
+        return work.result()
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         """Calls a function on a thread. A caller that leaves waits for it: threads cannot be cancelled."""
@@ -292,9 +287,14 @@ class Management:
         try:
             return await asyncio.shield(work)
         finally:
-            while not work.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({work})
+            await _ended(work)
+
+
+async def _ended(work: asyncio.Future) -> None:
+    """Waits for the end of what cannot be cancelled."""
+    while not work.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({work})
 
 
 def _check_selector(selector: str) -> None:

@@ -243,9 +243,8 @@ def megakernels(found: list[dict]) -> str:
         f"**Operations.** XLA's program runs {runs:,.0f} a round, so that {1e6 * allowed:.2f} µs are left for each. "
         f"The compiler estimates {1e6 * each:.2f} µs on average: a round needs {each / allowed:.0f} times fewer, as "
         "kernels that do more, such as one a sublayer.",
-        "**Copies.** Weights must be placed in the layout that the loop reads. XLA copies them once a dispatch, in "
-        f"{1e3 * once:.2f} ms, as long as {once / c['predicted_s']:.1f} rounds. In a compiled example the copy is gone "
-        "where a v7's weight is placed in tiles of 16 x 128 (`jax.experimental.layout`).",
+        f"**Copies.** What XLA copies once a dispatch, mostly weights of queries, takes {1e3 * once:.2f} ms: "
+        f"{once / c['predicted_s']:.1f} rounds. Other weights are read as they are placed.",
         f"**Acceptance.** With the program as it is, a round must yield {MEGAKERNELS * c['predicted_s']:.1f} tokens by "
         f"the arithmetic and {MEGAKERNELS * c['compiler_s']:.1f} by the compiler's estimate. It has {p['tokens']} at "
         "most.",

@@ -330,6 +330,22 @@ def test_new_weights_go_to_one_engine_after_the_other_and_a_pause_to_all():
     check(main)
 
 
+def test_an_administrator_ends_requests_that_have_no_engine_now():
+    async def main():
+        async with engines("a", "b") as (fleet, *scripts):
+            with request(owner=b"another's"):
+                async with fleet.submitted(sequences()) as inbox:
+                    await settled()
+                    for script in scripts:
+                        script.die()
+                    await settled()
+                    with pytest.raises(UnavailableError, match="no engine is ready"):
+                        await fleet.manage("abort", names=None)
+                    assert (await inbox.get())[1][-1].finish_reason == "abort"
+
+    check(main)
+
+
 def test_the_rest_of_a_fleet_is_that_of_all_engines():
     async def main():
         async with engines("a", "b") as (fleet, *scripts):

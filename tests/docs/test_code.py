@@ -56,6 +56,7 @@ def check_script(path: str, words: list[str]) -> None:
 @pytest.mark.parametrize("block", SHELL, ids=place)
 def test_commands_of_a_page_are_known_and_their_options_too(block, monkeypatch, tmp_path):
     (tmp_path / "keys.txt").write_text("key\n")
+    (tmp_path / "admin.txt").write_text("other\n")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     for words in commands(block):

@@ -72,6 +72,8 @@ def test_a_pause_that_keeps_requests_takes_new_ones_and_goes_on(managed):
         assert wait_until(lambda: managed.host.engine.open_requests == 1)
         assert waiting[1].result().status_code == 200
         assert not waiting[0].done()
+        # As SGLang's, while requests run it is 400.
+        assert managed.http.post("/flush_cache").status_code == 200
         found = managed.http.post("/pause?mode=wait")
         assert (found.status_code, "1 requests wait" in found.text) == (400, True)
         assert post(managed, "/resume") == {"status": "resumed"}
@@ -126,10 +128,14 @@ def test_an_administrator_who_leaves_takes_its_pause_back(managed, monkeypatch):
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         running = pool.submit(tokens_of, managed, count=20)
         assert wait_until(lambda: engine.running == 1)
-        leaving = connection(managed, stack, "POST /pause?mode=wait")
-        assert wait_until(lambda: managed.host.management.refuses)
-        leaving.close()
-        assert wait_until(lambda: not managed.host.management.refuses)
+        management = managed.host.management
+        leaving = [connection(managed, stack, "POST /pause?mode=wait") for _ in range(2)]
+        assert wait_until(lambda: management._waiting == 2)
+        leaving[0].close()
+        assert wait_until(lambda: management._waiting == 1)
+        assert management.refuses
+        leaving[1].close()
+        assert wait_until(lambda: not management.refuses)
         go.set()
         assert running.result()["finish_reason"] == "length"
     assert state(managed) == AWAKE

@@ -734,6 +734,29 @@ def test_a_grouped_product_reads_each_expert_once_and_no_more_than_rows(rows, ti
     assert results == pytest.approx([1])
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_passes_over_sorted_rows_read_each_expert_once_and_one_more_a_boundary(is_fused):
+    """Eight passes of 128 rows over 32 experts: 39 in all, five a pass at most; one pass reads all."""
+    body = base64.b64encode(GROUPED.replace("VISITS", "32").replace("TILE", "128").encode()).decode()
+    call = f'custom-call(%x, %of), custom_call_target="tpu_custom_call", backend_config={{"body":"{body}"}}'
+    weight, new = "bf16[32,2048,1024]{2,1,0:T(8,128)(2,1)}", "bf16[128,1024]{1,0:T(8,128)(2,1)S(1)}"
+    row = "%x = bf16[128,2048]{1,0:T(8,128)(2,1)S(1)}"
+    fused = (
+        f"%fused (of: bf16[32,2048,1024]) -> bf16[128,1024] {{\n  %of = {weight} parameter(0)\n  {row} parameter(1)\n"
+    )
+    fused += f"  ROOT %mm = {new} {call}\n}}\n"
+    used = "fusion(%of, %x), kind=kCustom, calls=%fused" if is_fused else call
+    text = BLOCKS.replace("s32[512,2]{1,0:T(8,128)S(1)}", weight).replace("s32[512,2]", "bf16[32,2048,1024]")
+    block = "bf16[32,128]{1,0:T(8,128)(2,1)S(1)} broadcast(%one), dimensions={}"
+    text = text.replace(f"%block = {block}", f"{row} broadcast(%one), dimensions={{}}\n  %block = {new} {used}")
+    text = fused * is_fused + text.replace("bf16[42,128]", "bf16[1152,1024]")
+    expert, rows = 2048 * 1024 * 2, 128 * 1024 * 2
+    assert moved(program(text)) == (8 * 5 * expert, 8 * rows)
+    assert moved(program(text.replace("1152", "256"))) == (32 * expert, rows)
+    # Of other loops the rows are not known to be in the order of their experts.
+    assert moved(program(text.replace("stack_frame_id=3", "stack_frame_id=1"))) == (32 * expert, rows)
+
+
 COPIES = (KERNELS / "copies.mlir").read_text()
 
 
