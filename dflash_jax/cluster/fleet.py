@@ -287,6 +287,8 @@ class Fleet:
         self.has_hello = asyncio.Event()
         self.markers: frozenset[int] = frozenset()
         self._requests: set[_Request] = set()
+        # Updates of weights so far, and whether one of several parts has begun.
+        self._updates, self._has_begun = 0, False
 
     # Engines come and go.
     def set_leaving(self, engine: Engine, is_leaving: bool) -> None:
@@ -411,7 +413,7 @@ class Fleet:
         """As of `EngineClient`, at all engines: new weights at one after the other, so that the others answer.
 
         Returns:
-            The answer of the first one; counts are sums.
+            The answer of the first one; of "abort", the sum.
 
         Raises:
             ApiError: 503, an engine does not answer; 409, engines have different weights, or not all of them have done
@@ -424,6 +426,15 @@ class Fleet:
                 request.abort(names)
         if not engines:
             raise UnavailableError("no engine is ready")
+        if action == "give":
+            # An engine that has joined since would take a part for the whole.
+            arguments["has_begun"] = self._has_begun
+        elif action in ("begin", "update", "finish"):
+            self._has_begun = action == "begin"
+        if action in ("update", "finish"):
+            self._updates += 1
+            # The same at all engines, whatever each of them counts.
+            arguments["version"] = arguments.get("version") or str(self._updates)
         calls = [partial(engine.client.manage, action, tensors, **arguments) for engine in engines]
         if action in ("update", "give", "finish"):
             for engine, call in zip(engines, calls, strict=True):

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 from dflash_jax.engine.media import MediaSpan, PromptMedia, UnencodedMedia
+from dflash_jax.errors import UnavailableError
 from dflash_jax.media.medium import MOST_PATCHES, Medium, check_grid
 from dflash_jax.models.config import VisionConfig
 from dflash_jax.models.vision import VisionTower, frame_arrays
@@ -240,6 +241,8 @@ class VisionEncoder:
 
     def _compute(self, media: dict[bytes, Medium]) -> dict[bytes, np.ndarray]:
         """The rows of media, which are kept."""
+        if isinstance(jax.tree.leaves(self.tower)[0], jax.ShapeDtypeStruct):
+            raise UnavailableError("the model sleeps: its vision tower has no weights")
         parts: list[list[np.ndarray]] = [[] for _ in media]
         for frames in self._passes(media.values()):
             for frame, part in zip(frames, self._run(frames), strict=True):

@@ -51,8 +51,8 @@ class Lifecycle:
     _group: Group | None
     # All that were made of this LLM and of those with other drafters, while they are in use.
     _engines: WeakSet[Engine]
-    # What `sleep` has copied to the host; None: nothing, or it is dropped.
-    _on_host: Any
+    # The arrays that `sleep` has copied to the host; None: nothing, or they are dropped.
+    _on_host: list[np.ndarray] | None
     _updates: int
 
     def update_weights(
@@ -268,7 +268,7 @@ class Lifecycle:
             for engine in self.engines:
                 engine.release_caches()
         if "weights" in tags and not self.lacks_weights:
-            self._on_host = jax.tree.map(_copied, self._models) if keep_weights else None
+            self._on_host = list(map(_copied, jax.tree.leaves(self._models))) if keep_weights else None
             self._install(jax.tree.map(_shape, self._models))
         elif "weights" in tags and not keep_weights:
             self._on_host = None
@@ -288,8 +288,9 @@ class Lifecycle:
             raise EngineError(DROPPED)
         tags = TAGS if tags is None else tags
         if "weights" in tags and self._on_host is not None:
-            shapes, on_host = self._models, self._on_host
-            self._install(jax.tree.map(lambda shape, array: place(array, shape.sharding), shapes, on_host))
+            shapes, structure = jax.tree.flatten(self._models)
+            pairs = zip(self._on_host, shapes, strict=True)
+            self._install(jax.tree.unflatten(structure, [place(array, shape.sharding) for array, shape in pairs]))
             self._on_host = None
         if "kv_cache" in tags:
             for engine in self.engines:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
+from dflash_jax.argument_checks import is_text
 from dflash_jax.errors import InputError
 from dflash_jax.media.data_url import PIECE_CHARACTERS, decoded
 from dflash_jax.media.errors import MediaError
@@ -36,7 +37,16 @@ from dflash_jax.server.serving import BYTES_TYPE, Serving
 from dflash_jax.server.stream import JsonAnswer
 
 router = APIRouter(route_class=MediaRoute)
-Version = Annotated[str, Field(max_length=256)]
+
+
+def _text(value: str) -> str:
+    if not is_text(value):
+        raise ValueError("must be text that UTF-8 can hold")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1), AfterValidator(_text)]
+Version = Annotated[Text, Field(max_length=256)]
 Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
 # Answers of SGLang's, whose failures have another form than ours.
 DONE: dict[int | str, dict[str, Any]] = {200: {"model": Flushed}, 400: {"model": Flushed}}
@@ -94,13 +104,13 @@ async def is_paused(http: Request):
 class AbortRequests(Strict):
     """vLLM's ``/abort_requests``; without ids all requests."""
 
-    request_ids: Items[str] | None = None
+    request_ids: Items[Text] | None = None
 
 
 @router.post("/abort_requests", responses={200: {"model": Aborted}}, response_model=None)
 async def abort_requests(http: Request, body: AbortRequests | None = None):
     """Ends requests by their ids, or all of them, whoever has sent them."""
-    names = (body and body.request_ids) or None
+    names = None if body is None else body.request_ids
     return JsonResponse({"status": "aborted", "aborted": await _engine(http).manage("abort", names=names)})
 
 
@@ -190,7 +200,7 @@ class InitInfo(Strict):
 class UpdateInfo(Strict):
     """What ``/update_weights`` gets as JSON: a directory on the server, or safetensors in base64."""
 
-    model_path: str | None = None
+    model_path: Text | None = None
     serialized_named_tensors: str | None = None
 
 
@@ -371,8 +381,7 @@ class Update(Body):
 class UpdateFromDisk(Update):
     """SGLang's ``/update_weights_from_disk``."""
 
-    model_path: str
-    keep_pause: bool = False
+    model_path: Text
 
 
 class UpdateFromTensor(Update):
@@ -380,14 +389,13 @@ class UpdateFromTensor(Update):
 
     serialized_named_tensors: str | Items[str]
     selector: Literal["target", "draft", "all"] = "target"
-    disable_draft_model: bool | None = None
 
 
 class GetWeights(Strict):
     """SGLang's ``/get_weights_by_name``."""
 
-    name: str
-    truncate_size: int = Field(100, ge=0)
+    name: Text
+    truncate_size: int = Field(100, ge=0, le=2**31 - 1)
 
 
 class WeightsChecker(Strict):

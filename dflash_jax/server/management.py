@@ -156,12 +156,17 @@ class Management:
         """As `LLM.sleep`; see `pause`."""
         if level not in (0, 1, 2):
             raise wrong("level", level, "0, 1 or 2")
+        if level:
+            self._llm.check_alone()
         await self.pause(mode)
         if level:
             await self.release(TAGS, keeps_weights=level == 1)
 
     async def release(self, tags: Collection[str], keeps_weights: bool = True) -> None:
-        """As `LLM.release`. Requests wait where there is no pause."""
+        """As `LLM.release`. Requests wait where there is no pause. Nothing without tags."""
+        if not tags:
+            return
+        self._llm.check_alone()
         if not self._llm.is_paused:
             await self.pause("keep")
         async with self._turn:
@@ -183,15 +188,21 @@ class Management:
             self._given.clear()
         self._given[selector], self._selector = {}, selector
 
-    async def give(self, tensors: np.ndarray) -> int:
+    async def give(self, tensors: np.ndarray, has_begun: bool = False) -> int:
         """Adds tensors to the update that has begun, or is one where none has: how many.
 
         Args:
             tensors: The bytes of a safetensors file.
+            has_begun: Whether one must have begun.
         """
         if self._selector is None:
+            if has_begun:
+                raise InputError("no update of weights has begun here: begin it again")
             return (await self.update(tensors=tensors))["tensors"]
-        given, more = self._given[self._selector], await self._in_thread(partial(tensors_of, tensors))
+        selector = self._selector
+        given, more = self._given[selector], await self._in_thread(partial(tensors_of, tensors))
+        if self._given.get(selector) is not given:
+            raise InputError("the update of these tensors has ended, or began anew, while they were read")
         sizes = sum(each.nbytes for group in (*self._given.values(), more) for each in group.values())
         most = max(LEAST_GIVEN, MOST_GIVEN * self._llm.loaded_bytes)
         if sizes > most:

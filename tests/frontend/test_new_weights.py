@@ -219,7 +219,8 @@ def test_wrong_weights_are_named_and_change_nothing(llm, files, what):
     [
         ({"in_flight": "drop"}, "in_flight is 'drop'"),
         ({"version": 3}, "version is 3"),
-        ({"version": "x" * 300}, "at most 256 characters"),
+        ({"version": "x" * 300}, "1 to 256 characters"),
+        ({"version": ""}, "1 to 256 characters"),
         ({"drafter": 3}, "drafter is 3"),
         ({"drafter": {"nobody": 1}}, "nobody"),
     ],
