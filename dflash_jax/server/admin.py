@@ -381,7 +381,7 @@ class Update(Body):
 class UpdateFromDisk(Update):
     """SGLang's ``/update_weights_from_disk``."""
 
-    model_path: Text
+    model_path: str
 
 
 class UpdateFromTensor(Update):
@@ -418,6 +418,8 @@ async def update_weights_from_disk(http: Request, body: UpdateFromDisk):
 
     async def update() -> None:
         _check_format(body)
+        if not body.model_path or not is_text(body.model_path):
+            raise InputError(f"model_path is {body.model_path!a}: it must be a directory, or a repository's name")
         arguments = {"path": body.model_path, "version": body.weight_version, "in_flight": body.in_flight}
         await _engine(http).manage("update", **arguments)
 
@@ -470,5 +472,8 @@ async def weights_checker(http: Request, body: WeightsChecker):
     """SGLang's checksums; its other actions are refused."""
     if body.action != "checksum":
         return _refused(f"action {body.action[:40]!r} is refused: only checksum is here; /weight_checker compares")
-    sums = await _engine(http).manage("checksums")
+    try:
+        sums = await _engine(http).manage("checksums")
+    except InputError as e:
+        return _refused(str(e))
     return JsonAnswer({"success": True, "message": "", "ranks": [{"checksums": sums}]})

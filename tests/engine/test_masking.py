@@ -57,6 +57,26 @@ def test_a_late_mask_delays_its_own_request_only():
     assert masks.is_closed
 
 
+def test_masks_that_are_asked_for_are_taken_after_a_sleep():
+    e = engine(slots=2)
+    masks = Counting(patience=6)
+    e.submit(kept := request([9, 9], 5, mask=masks, block_size=1))
+    e.submit(other := request([9, 8], 40))
+    while not masks.refused:
+        e.step()
+    assert masks._left
+    e.is_paused = True
+    e.release_caches()
+    run(e)
+    e.restore_caches()
+    e.is_paused = False
+    run(e)
+    assert kept.tokens == masks.taken == [3, 4, 5, 6, 7]
+    assert other.tokens == expected([9, 8], 40)
+    # Not again: an answer to the first time would be taken for the second one's.
+    assert len(masks.asked) == 5
+
+
 def round_of(*masks, wait_s: float = 60.0) -> RoundOfMasks:
     """A round that was asked for; None is a request without masks."""
     one = RoundOfMasks(Masking(2, False, None), [request([9, 9], 5, mask=mask) for mask in masks], wait_s)

@@ -114,6 +114,39 @@ def test_new_weights_wait_until_those_on_the_host_are_back(llm):
     llm.wake()
 
 
+def test_a_deeper_sleep_drops_what_is_on_the_host(llm, expected):
+    llm.sleep(1)
+    llm.sleep(2)
+    llm.update_weights(llm.directory)
+    llm.wake()
+    assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("change", ["an update", "a sleep"])
+def test_new_weights_that_were_made_before_a_change_are_refused(llm, change):
+    new = llm.new_weights(llm.directory)
+    if change == "an update":
+        llm.update_weights(llm.directory)
+    else:
+        llm.sleep(1)
+    version = llm.weight_version
+    with pytest.raises(EngineError, match="have changed since"):
+        llm.take_weights(new)
+    assert llm.weight_version == version
+    llm.wake()
+
+
+def test_an_engine_that_was_replaced_takes_no_memory(llm):
+    llm.generate(PROMPT, GREEDY)
+    first = llm.engine
+    llm.generate([PROMPT] * 8, SamplingParams(max_tokens=1), block_size=1)
+    assert first is not llm.engine
+    llm.sleep(1)
+    llm.wake()
+    assert first.is_closed
+    assert first not in llm.engines
+
+
 def test_a_part_of_the_weights_is_no_whole_after_they_were_dropped(llm):
     llm.sleep(2)
     with pytest.raises(InputError, match="partial is True"):

@@ -14,6 +14,7 @@ from dflash_jax.errors import EngineError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel.sharding import parameter_paths
+from tests.vision_checkpoint import write_vision_checkpoint
 
 PROMPTS = ["def main(", "import os\nimport", "x"]
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
@@ -253,6 +254,20 @@ def test_tensors_are_read_by_name(llm, files, other):
     np.testing.assert_array_equal(llm.read_weights([NAME])[NAME], tensors(llm, other)[NAME])
     with pytest.raises(InputError, match="'x' is no tensor"):
         llm.read_weights(["x"])
+
+
+def test_the_vision_tower_stays(tmp_path):
+    write_vision_checkpoint(tmp_path)
+    llm, files = LLM(tmp_path, draft=None, kernels="xla"), TensorFiles(tmp_path)
+    tensors = {name: np.array(files.read(name)) for name in files}
+    tower = [name for name in tensors if ".visual." in name]
+    for weights in (tensors, tmp_path, {name: tensors[name] for name in tensors if name not in tower}):
+        llm.update_weights(weights)
+    with pytest.raises(InputError, match="vision tower are others"):
+        llm.update_weights(tensors | {tower[0]: tensors[tower[0]] * 2})
+    llm.sleep(2)
+    llm.update_weights(tensors)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(llm.encoder.tower))
 
 
 class TestDrafter:

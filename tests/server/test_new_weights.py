@@ -278,6 +278,9 @@ def test_other_forms_of_sglang_s_updates_fail_in_its_shape(managed, path, body, 
         ("/finish_weight_update", {}, "no tensor was given"),
         ("/finish_weight_update", {"weight_version": "x" * 300}, "weight_version"),
         ("/update_weight_version", {"new_version": None}, "new_version"),
+        ("/update_weight_version", {"new_version": ""}, "new_version"),
+        ("/get_weights_by_name", {"name": "a", "truncate_size": 10**30}, "truncate_size"),
+        ("/get_weights_by_name", {"name": ""}, "name"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, "init_info.backend is 'nccl'"),
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "a"}}, "init_info.master_address"),
         ("/weight_checker", {"action": "reset"}, "action reset is refused"),
@@ -291,6 +294,22 @@ def test_other_forms_of_vllm_s_updates_are_refused_by_name(managed, path, body, 
     found = managed.post(path, **body)
     assert found.status_code == 400, found.text
     assert message in found.json()["error"]["message"]
+    assert version(managed) == "default"
+
+
+@pytest.mark.parametrize(
+    "path", ["/get_weights_by_name", "/update_weights_from_disk", "/abort_requests", "/update_weights"]
+)
+def test_names_that_no_encoding_holds_are_refused(managed, path):
+    name = rb'"\ud800"'
+    bodies = {
+        "/get_weights_by_name": b'{"name": %s}',
+        "/update_weights_from_disk": b'{"model_path": %s}',
+        "/abort_requests": b'{"request_ids": [%s]}',
+        "/update_weights": b'{"update_info": {"model_path": %s}}',
+    }
+    found = managed.http.post(path, content=bodies[path] % name, headers={"content-type": "application/json"})
+    assert found.status_code == 400, found.text
     assert version(managed) == "default"
 
 

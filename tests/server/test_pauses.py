@@ -252,6 +252,10 @@ def test_sglang_s_occupation_and_pauses(managed):
     assert managed.http.post("/resume_memory_occupation").json()["success"]
     assert tokens_of(managed) == before
     assert state(managed) == AWAKE
+    assert managed.post("/abort_requests", request_ids=[]).json()["aborted"] == 0
+    for tags in ([], ["cuda_graph"]):
+        assert managed.post("/release_memory_occupation", tags=tags).json()["success"]
+        assert state(managed) == AWAKE
     found = managed.post("/release_memory_occupation", tags=["a" * 10**5])
     assert (found.status_code, found.json()["success"]) == (400, False)
     assert len(found.text) < 500
