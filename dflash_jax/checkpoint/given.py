@@ -82,12 +82,13 @@ class GivenTensors(Tensors):
             return None
         if any(tensor.rows for tensor in entry.tensors) or (units := entry.units()) is None:
             return None
-        if arrays[0].shape != entry.shape or len(arrays) > 1 or _is_moved(units):
+        order = units if _is_moved(units) else None
+        if len(arrays) == 1 and order is None:
+            array = arrays[0] if arrays[0].shape == entry.shape else _reshaped(arrays[0], entry.shape)
+            array = place(array, sharding)
+        else:
             whole = NamedSharding(sharding.mesh, PartitionSpec())
-            arrays = [jax.device_put(array, whole) for array in arrays]
-            order = units if _is_moved(units) else None
-            arrays = [_joined(sharding, entry.shape)(arrays, order)]
-        array = place(arrays[0], sharding)
+            array = _joined(sharding, entry.shape)([jax.device_put(each, whole) for each in arrays], order)
         return array if dtype is None or entry.is_integer else _cast(sharding, jnp.dtype(dtype))(array)
 
 
@@ -106,6 +107,9 @@ def _array(name: str, array: Any) -> np.ndarray | jax.Array:
 def _is_moved(units: np.ndarray) -> bool:
     """Whether the pieces of the last axis come in another order than on disk."""
     return not np.array_equal(units.reshape(-1), np.arange(units.size))
+
+
+_reshaped = jax.jit(jnp.reshape, static_argnums=1)
 
 
 @cache

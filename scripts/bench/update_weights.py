@@ -29,14 +29,15 @@ def main() -> None:
     from dflash_jax.checkpoint.files import TensorFiles
     from dflash_jax.models.packing import unpack_weights
 
-    llm = LLM(args.target, draft=args.draft, mesh=args.mesh)
+    draft = None if args.draft == "none" else args.draft
+    llm = LLM(args.target, draft=draft, mesh=args.mesh)
     files = TensorFiles(llm.directory)
     tensors = {name: np.array(files.read(name)) for name in files}
     on_device = {name: jax.numpy.asarray(array) for name, array in tensors.items()}
     module = jax.tree.map(jax.numpy.array, unpack_weights(llm.target))
     size = sum(x.nbytes for x in jax.tree.leaves(module))
     ways: dict[str, Callable[[], object]] = {
-        "a load": lambda: LLM(args.target, draft=args.draft, mesh=args.mesh),
+        "a load": lambda: LLM(args.target, draft=draft, mesh=args.mesh),
         "a directory": lambda: llm.update_weights(llm.directory),
         "tensors of NumPy": lambda: llm.update_weights(tensors),
         "tensors of JAX": lambda: llm.update_weights(on_device),
