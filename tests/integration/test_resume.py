@@ -49,7 +49,7 @@ def engine(request):
 
 def run(engine, params: SamplingParams, known=(), mask=None) -> Request:
     llm, running = engine
-    sequence = llm.new_sequence(PROMPT, params, mask=mask, prompt_logprobs=None)
+    sequence = llm.new_sequence(PROMPT, params, mask=mask)
     sequence.request.tokens += known
     running.submit(sequence.request)
     while running.has_work:
