@@ -99,9 +99,6 @@ def test_running_totals_are_the_sums(choices, pieces):
         rows[i].request.cached = 0
     serving = SimpleNamespace(llm=SimpleNamespace(draft_places=PLACES))
     assert totals.usage(3) == counted(rows, choices) == ended_totals(serving, rows, choices).usage(3)
-    nothing = Totals(rows, choices, PLACES, is_new=False)
-    nothing.take(0)
-    assert nothing.usage()["completion_tokens"] == 0
 
 
 def test_a_piece_costs_the_same_however_many_sequences_there_are():
