@@ -616,7 +616,7 @@ def save_module(
 def _disk_tensors(module, entries: list[Entry], dtype) -> dict[str, np.ndarray]:
     """Name → array of each tensor on disk."""
     # Those of the vocabulary are copies of rows of the target's head: the file of draft tokens describes them.
-    paths = [path for path in parameter_paths(module) if not path.startswith("vocabulary.")]
+    paths = [path for path in parameter_paths(module, is_weight) if not path.startswith("vocabulary.")]
     by_path = {e.path: e for e in entries}
     return tensors_of(module, [by_path[path] for path in paths], dtype)
 

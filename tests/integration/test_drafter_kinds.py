@@ -191,7 +191,7 @@ def test_a_reduced_head_of_the_targets_rows_is_a_shortlist_and_any_other_stays(t
     assert [llm.drafter.vocabulary is None for llm in (same, none, other)] == [False, False, True]
     assert same.drafter.vocabulary.ids[...].tolist() == IDS.tolist()
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "without_copies", lambda drafter, target: drafter)
+        patch.setattr(loading, "without_copies", lambda drafter, target, like: drafter)
         own = LLM(None, paths[0])
     assert own.drafter.config.own_head
     text = drafted(own)
