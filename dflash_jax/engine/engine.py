@@ -217,7 +217,6 @@ class Engine:
         try:
             self._collect_all()
             self._events += [self._end(r, "length") for r in self._read_only() if r.is_read]
-            self.runner.forget_proposal()
             self._slots.give_up_all()
             self.prefix_cache.clear()
         except Exception as e:

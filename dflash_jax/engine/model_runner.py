@@ -77,10 +77,6 @@ class ModelRunner:
         """Frees the state, until `reset`."""
         self._state, self._proposed = None, None
 
-    def forget_proposal(self) -> None:
-        """Drops what is proposed for the next round."""
-        self._proposed = None
-
     def _clear(self) -> None:
         # The old state is freed first.
         self.release()

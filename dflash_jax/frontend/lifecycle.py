@@ -66,8 +66,9 @@ class Lifecycle:
     ) -> str:
         """Replaces the weights of the target, of drafters, or of both, of all engines of this LLM.
 
-        Nothing is compiled again, and all prefixes are forgotten. Tokens that are drawn stay; what they have in caches
-        is computed again by the new weights.
+        All prefixes are forgotten. Tokens that are drawn stay; what they have in caches is computed again by the new
+        weights. Nothing is compiled again, but for a CPU's float32 weights, once, when they are no longer exact in
+        bfloat16.
 
         Args:
             weights: A `Decoder`; arrays by name, of a checkpoint or of `parameter_paths`, as a mapping or as pairs; or

@@ -58,12 +58,12 @@ class ServeOptions(LLMOptions, CommandOptions):
     api_key_file: str | None = _http(None, "API keys, one a line", "FILE")
     admin_api_key: list[str] | None = _http(
         None,
-        "what an administrator sends, who may pause the server and give it new weights (default: nobody may); see "
-        f"--api-key; {ADMIN_VARIABLE} is its variable",
+        "a key for pausing the server and giving it new weights (default: no key does); other users see it as they see "
+        f"--api-key, but not in --admin-api-key-file or {ADMIN_VARIABLE}",
         "KEY",
         action=Add,
     )
-    admin_api_key_file: str | None = _http(None, "an administrator's keys, one a line", "FILE")
+    admin_api_key_file: str | None = _http(None, "such keys, one a line", "FILE")
     allowed_hosts: str | None = _http(
         None,
         "names that clients may ask for, *.example.com for a domain, * for any (default: with --host 127.0.0.1 local "

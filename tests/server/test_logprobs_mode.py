@@ -42,7 +42,7 @@ def answers(server, **fields) -> dict[str, list[float]]:
 
 
 def test_completions_are_raw_and_generate_is_scaled_by_the_temperature(quiet, expected):
-    """SGLang's rule: penalties, bias and temperature without cuts; those of its input are raw."""
+    """SGLang's rule: penalties, bias and temperature count, cuts do not. Log-probabilities of the prompt are raw."""
     found = answers(quiet)
     assert found["completions"] == expected["raw_logprobs"][0]
     assert found["generate"] == expected["scaled_logprobs"][0]
