@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import jax
@@ -33,7 +33,6 @@ TAGS = ("weights", "kv_cache")
 ON_HOST = "the weights sleep on the host: wake(['weights']) brings them back; before new ones, sleep(2) drops them"
 DROPPED = "the weights were dropped by sleep(2): update_weights() gives new ones"
 READ_ONLY = "the models of an LLM cannot be set: update_weights() gives them new weights"
-T = TypeVar("T")
 
 
 class Lifecycle:
