@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from dflash_jax.engine import executables
+from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.executables import TPU_OPTIONS, V7_OPTIONS, Executables, compiler_options
 
 
@@ -33,3 +34,27 @@ def test_a_compiler_without_one_of_our_options_takes_its_own(monkeypatch):
 def test_an_option_of_the_users_that_the_compiler_has_not_is_an_error(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_other"):
         compiled({"xla_other": True}, monkeypatch)
+
+
+def test_a_program_of_weights_that_are_replaced_meanwhile_is_not_among_those_of_the_new_ones():
+    first, second = {}, {}
+    program = SimpleNamespace(out_info=(), name="of the first weights")
+
+    def lower(*_, **__):
+        own.compiled = second
+        return program
+
+    own = SimpleNamespace(
+        pair=(None, None),
+        compiled=first,
+        compile_s=0.0,
+        prepared=lambda step, state, args, static: ("key", args),
+        lower=lower,
+        compile=lambda lowered: (lowered, 1.0),
+        shardings=lambda specs: specs,
+    )
+    step = SimpleNamespace(args=(), result=executables.REPLICATED, changes=False)
+    with AheadOfTime(own, 1) as programs:  # type: ignore[arg-type]
+        programs.specs = lambda *_: ((), ())
+        programs.run(step, None)  # type: ignore[arg-type]
+    assert (first, second) == ({"key": program}, {})

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from dflash_jax.engine.request import NO_SLOT, Request
+from dflash_jax.sampling_params import SamplingParams
 from tests.engine.mock_runner import engine, expected, request, run
 
 # Prompts whose texts do not end by themselves.
@@ -59,6 +61,19 @@ def test_the_events_of_tokens_have_the_version_that_drew_them():
     told = [(event.version, len(event.tokens)) for event in before + after if event.tokens]
     assert sum(count for version, count in told if version == "default") <= held
     assert {version for version, _ in told} == {"default", "second"}
+
+
+def test_a_prompt_that_is_scored_is_not_read_again():
+    eng = engine()
+    one = Request([1, 2, 3, 4, 5], SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0), ())
+    eng.submit(one)
+    while not (one.is_read and one.slot != NO_SLOT and one in eng._scheduler.requests):
+        eng.step()
+    calls = len(eng.runner.log)
+    eng.forget()
+    assert finished(run(eng)) == {one: "length"}
+    assert len(one.prompt_entries) == 4
+    assert len(eng.runner.log) == calls
 
 
 def test_a_pause_keeps_requests_and_starts_nothing():

@@ -192,6 +192,13 @@ def test_wrong_arguments_are_named(llm, call, message):
     assert not llm.is_paused
 
 
+def test_a_model_of_several_processes_is_not_paused_by_a_sleep_that_it_refuses(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_group", object())
+    with pytest.raises(EngineError, match="several processes"):
+        llm.sleep(1)
+    assert not llm.is_paused
+
+
 def test_memory_is_not_freed_while_the_llm_runs(llm):
     with pytest.raises(EngineError, match="not paused"):
         llm.release()

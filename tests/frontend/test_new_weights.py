@@ -10,7 +10,7 @@ from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.config_files import read_raw
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.load import open_drafter, open_target, save_module, tensors_of
-from dflash_jax.errors import EngineError
+from dflash_jax.errors import EngineError, UnavailableError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel.sharding import parameter_paths
@@ -265,7 +265,12 @@ def test_the_vision_tower_stays(tmp_path):
         llm.update_weights(weights)
     with pytest.raises(InputError, match="vision tower are others"):
         llm.update_weights(tensors | {tower[0]: tensors[tower[0]] * 2})
+    other = llm.with_programs(llm.programs)
     llm.sleep(2)
+    # An LLM of the same models has its own.
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(other.encoder.tower))
+    with pytest.raises(UnavailableError, match="sleeps"):
+        llm.encoder._compute({})
     llm.update_weights(tensors)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(llm.encoder.tower))
 

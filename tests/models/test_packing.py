@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -256,6 +257,23 @@ def in_few_bits(module, form: str):
 
     leaves, structure = jax.tree.flatten(module)
     return jax.tree.unflatten(structure, map(quantized, parameter_paths(module), leaves))
+
+
+def test_new_weights_have_the_panels_of_the_old_ones_or_all_float_panels():
+    def dtypes(module):
+        leaves = jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, PackedWeight))
+        return {x.panels.dtype.name for x in leaves if isinstance(x, PackedWeight)}
+
+    exact = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), random_decoder(tiny_config()))
+    copies = [jax.tree.map(jnp.copy, exact) for _ in range(4)]
+    old = pack_weights(copies[0])
+    assert dtypes(old) == {"uint32"} == dtypes(pack_weights(copies[1], old))
+    # One weight of many.
+    copies[2].head = nnx.Param(1.001 * copies[2].head[...])
+    new = pack_weights(copies[2], old)
+    assert dtypes(new) == {"float32"} == dtypes(pack_weights(copies[3], new))
+    # Weights of old ones that stay are widened with the others.
+    assert dtypes(pack_weights(jax.tree.map(lambda x: x, old), new)) == {"float32"}
 
 
 @needs_kernels
