@@ -69,6 +69,8 @@ def test_sleep_gives_all_memory_back(llm, expected, level):
     # The directories of what a test holds are no arrays: nothing of the model is left.
     assert bytes_in_use() <= before - llm.loaded_bytes
     assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves((llm.target, llm.drafters, llm.programs.weights)))
+    # Copies, which are no views of what JAX has.
+    assert all(array.base is None for array in llm._on_host or ())
     assert llm.is_sleeping
     with pytest.raises(EngineError, match="paused"):
         llm.generate(PROMPT, GREEDY)
