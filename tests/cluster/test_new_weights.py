@@ -9,6 +9,7 @@ from safetensors.numpy import save
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.server import prepare
+from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving
 from tests.cluster.fleets import World, request
 from tests.server.conftest import NAME, hosted, started
@@ -59,6 +60,17 @@ def test_an_update_loses_no_request_and_texts_say_which_weights_drew_them(own_ho
         assert after[0].versions == [("new", 0, 400)]
         sums = await world.fleet.manage("checksums")
         assert sums == await own_hosts["b"].management.checksums()
+
+        # One that an administrator of "b" alone has updated before: the next version is of both all the same.
+        await own_hosts["b"].management.update(tensors=data)
+        await world.fleet.manage("update", data)
+        assert {host.llm.weight_version for host in own_hosts.values()} == {"2"}
+        # An engine that began anew lacks the parts before.
+        await world.fleet.manage("begin", selector="target")
+        own_hosts["b"].management.__init__(own_hosts["b"].llm, own_hosts["b"].engine, own_hosts["b"].tell_state)
+        with pytest.raises(ApiError, match=r"1 of 2 engines have done it.*begin it again"):
+            await world.fleet.manage("give", data)
+        assert {host.llm.weight_version for host in own_hosts.values()} == {"2"}
 
         # A pause that refuses requests at all engines.
         await world.fleet.manage("pause", mode="abort")

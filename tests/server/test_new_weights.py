@@ -1,5 +1,6 @@
 """New weights in a running server, by vLLM's and SGLang's names, as a trainer sends them."""
 
+import asyncio
 import base64
 import json
 import pickle
@@ -7,13 +8,15 @@ import shutil
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save, save_file
 
-from dflash_jax import LLM, SamplingParams
+from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.server.management import Management
 from tests.server.conftest import wait_until
 
 PROMPT = [40, 41, 42, 43, 44]
@@ -311,6 +314,33 @@ def test_names_that_no_encoding_holds_are_refused(managed, path):
     found = managed.http.post(path, content=bodies[path] % name, headers={"content-type": "application/json"})
     assert found.status_code == 400, found.text
     assert version(managed) == "default"
+
+
+@pytest.mark.parametrize("change", ["begin", "finish"])
+def test_tensors_that_are_read_beside_another_call_are_of_no_other_update(change, monkeypatch):
+    management = Management(SimpleNamespace(loaded_bytes=10), SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    data = np.frombuffer(save({"a": np.zeros(3, np.float32)}), np.uint8)
+
+    async def read(function):
+        if change == "begin":
+            await management.begin("target")
+        else:
+            with pytest.raises(InputError, match="no tensor was given"):
+                await management.finish()
+        return function()
+
+    async def main():
+        with pytest.raises(InputError, match="no update of weights has begun here"):
+            await management.give(data, has_begun=True)
+        await management.begin("target")
+        assert await management.give(data) == 1
+        await management.begin("target")
+        monkeypatch.setattr(management, "_in_thread", read)
+        with pytest.raises(InputError, match="has ended, or began anew"):
+            await management.give(data)
+        assert not any(management._given.values())
+
+    asyncio.run(main())
 
 
 def test_ten_updates_at_once_come_one_after_the_other(managed, other):
