@@ -418,8 +418,8 @@ async def update_weights_from_disk(http: Request, body: UpdateFromDisk):
 
     async def update() -> None:
         _check_format(body)
-        if not body.model_path or not is_text(body.model_path):
-            raise InputError(f"model_path is {body.model_path!a}: it must be a directory, or a repository's name")
+        if not body.model_path:
+            raise InputError("model_path is empty: it must be a directory, or a repository's name")
         arguments = {"path": body.model_path, "version": body.weight_version, "in_flight": body.in_flight}
         await _engine(http).manage("update", **arguments)
 

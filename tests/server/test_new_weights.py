@@ -255,7 +255,7 @@ def test_wrong_tensors_are_named_and_change_nothing(managed, name):
             "load_format is 'flattened_bucket'",
         ),
         ("/update_weights_from_disk", {"model_path": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ("/update_weights_from_disk", {"model_path": ""}, ""),
+        ("/update_weights_from_disk", {"model_path": ""}, "model_path is empty"),
         ("/update_weights_from_disk", {"model_path": "x" * 5000}, ""),
         ("/update_weights_from_disk", {"model_path": "a\x00b"}, ""),
         ("/update_weights_from_distributed", {"names": []}, "/update_weights_from_distributed is refused"),
