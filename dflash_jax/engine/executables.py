@@ -1,5 +1,6 @@
 """The compiled programs behind `LLM`: compiled when first needed, timed apart from decoding, kept on disk."""
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from dflash_jax.models.drafting import Drafting
 from dflash_jax.ops.kernels.triton.launch import chained
 from dflash_jax.parallel.devices import device_name
 from dflash_jax.parallel.sharding import parameter_specs, place
+
+log = logging.getLogger("dflash_jax")
 
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls. Products of one operand stay apart: to merge them XLA
 # copies their weights into one array, anew in each round. Sums over devices use NCCL: XLA's own kernels for them, the
@@ -135,12 +138,13 @@ class Executables(Programs):
             # Compilers of other versions may not have an option of ours.
             if self.compiler_options or "No such compile option" not in str(e):
                 raise
+            log.warning("compiled without the options %s: %s", options, e)
             program = lowered.compile()
         return program, time.perf_counter() - began
 
     def lower(self, step: Step, state: DecodeState, *args: Any, **static: Any):
         """Traces a step; arguments as in `run`, arrays or shapes. Returns a ``jax.stages.Lowered``."""
-        parameter_specs, structure, weights = self._lowered
+        weight_specs, structure, weights = self._lowered
 
         def run(leaves, state, *args):
             return step.function(*jax.tree.unflatten(structure, leaves), state, *args, **static)
@@ -152,7 +156,7 @@ class Executables(Programs):
         mapped = jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(parameter_specs, state_specs, *in_specs),
+            in_specs=(weight_specs, state_specs, *in_specs),
             out_specs=(state_specs, out_specs) if step.changes else out_specs,
             check_vma=False,
         )

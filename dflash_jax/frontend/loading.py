@@ -249,8 +249,10 @@ class Loader:
 
     @property
     def quantize(self) -> str | None:
-        """What loading does to weights, as in `load_target`."""
-        directory = self.checkpoint.directory
+        """What loading does to the checkpoint's weights, as in `load_target`."""
+        return self._quantize(self.checkpoint.directory)
+
+    def _quantize(self, directory: Path) -> str | None:
         return without_format(self.given.quantize, read_raw(directory, self.given.hf_overrides), directory)
 
     def models(self) -> tuple[Decoder, tuple[Drafting, ...]]:
@@ -276,9 +278,7 @@ class Loader:
             like: As of `packed`.
             **options: ``files`` and ``kept`` of `load_target`.
         """
-        overrides = self.given.hf_overrides
-        quantize = without_format(self.given.quantize, read_raw(directory, overrides), directory)
-        load = (self._dtype, self.given.layout, quantize, self.backend, overrides)
+        load = self._dtype, self.given.layout, self._quantize(directory), self.backend, self.given.hf_overrides
         return self.finished(load_target(directory, *load, **options), directory, like)
 
     def finished(self, target: Decoder, directory: Path, like: Decoder | None = None) -> Decoder:
