@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tools.float64_reference import Exact, assert_as_near, assert_near, assert_sum_near, in_both_of
+from tools.float64_reference import Exact, assert_as_near, assert_near, assert_sum_near, in_both_of, shaken
 
 __all__ = [
     "Exact", "assert_as_near", "assert_near", "assert_sum_near", "double_of", "doubled", "in_both", "in_both_of",
+    "shaken",
 ]  # fmt: skip
 
 

@@ -25,13 +25,26 @@ LEAST_ROUNDINGS = 4
 
 @dataclass(frozen=True)
 class Exact:
-    """An array in float64, and the result of the same computation in fewer bits."""
+    """An array in float64, and the result of the same computation in fewer bits.
+
+    Attributes:
+        value: In float64.
+        single: In fewer bits. It may be near by luck, where the computation is not.
+        shaken: In float64 from `shaken` arguments: how far roundings may lead. None: it was not computed.
+    """
 
     value: np.ndarray
     single: np.ndarray
+    shaken: np.ndarray | None = None
 
     def __getitem__(self, at) -> "Exact":
-        return Exact(self.value[at], self.single[at])
+        return Exact(self.value[at], self.single[at], None if self.shaken is None else self.shaken[at])
+
+
+def shaken(x: np.ndarray, rng: np.random.Generator, dtype=np.float32) -> np.ndarray:
+    """``x`` in float64, each value off by up to `LEAST_ROUNDINGS` halves of an eps, as sums of ``dtype`` leave it."""
+    most = LEAST_ROUNDINGS / 2 * np.finfo(dtype).eps
+    return np.asarray(x, np.float64) * (1 + rng.uniform(-most, most, np.shape(x)))
 
 
 def distances(actual, exact: Exact, dtype=np.float32) -> dict[str, tuple[float, float]]:
@@ -42,10 +55,11 @@ def distances(actual, exact: Exact, dtype=np.float32) -> dict[str, tuple[float, 
         exact: Its reference.
         dtype: Dtype of the computation, whose roundings count; the result may be in a wider one.
     """
-    ours, reference = (np.asarray(x, np.float64) - exact.value for x in (actual, exact.single))
+    references = [x for x in (exact.single, exact.shaken) if x is not None]
+    ours, *others = (np.asarray(x, np.float64) - exact.value for x in (actual, *references))
     rounding = float(jnp.finfo(dtype).eps)
     return {
-        name: (size(ours), FACTOR * size(reference) + LEAST_ROUNDINGS * rounding * size(exact.value))
+        name: (size(ours), FACTOR * max(map(size, others)) + LEAST_ROUNDINGS * rounding * size(exact.value))
         for name, size in (("root mean square", _rms), ("worst", _worst))
     }
 

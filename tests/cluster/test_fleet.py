@@ -83,7 +83,7 @@ CASES = {
     "penalties": {
         "params": SamplingParams(max_tokens=70, seed=3, temperature=0.8, frequency_penalty=0.7, repetition_penalty=1.1)
     },
-    "logprobs": {"params": SamplingParams(max_tokens=60, temperature=0.0, logprobs=2), "prompt_logprobs": 1},
+    "logprobs": {"params": SamplingParams(max_tokens=60, temperature=0.0, logprobs=2, prompt_logprobs=1)},
     "stop": {"params": SamplingParams(max_tokens=60, temperature=0.0, stop=["list of the clampting"], min_tokens=30)},
     "grammar": {"params": SamplingParams(max_tokens=30, temperature=1.0, seed=5), "form": FORM},
     "thought": {

@@ -315,7 +315,8 @@ def test_new_weights_go_to_one_engine_after_the_other_and_a_pause_to_all():
             scripts[0].say(protocol.Answered(managed(scripts[0])[0].number, {"version": "new"}))
             await settled()
             (record,) = managed(scripts[1])
-            assert (record.action, record.arguments) == ("update", {"path": "new"})
+            # One version for all engines, although each has its own count of updates.
+            assert (record.action, record.arguments) == ("update", {"path": "new", "version": "1"})
             scripts[1].say(protocol.State(True, None, "new"))
             scripts[1].say(protocol.Answered(record.number, {"version": "new"}))
             assert await update == {"version": "new"}

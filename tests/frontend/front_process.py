@@ -17,7 +17,7 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.sampling_params import SamplingParams
 
 # The engine's process has these.
-ENGINE = {f"dflash_jax.server.{name}" for name in ("engine_host", "metrics", "tower")}
+ENGINE = {f"dflash_jax.server.{name}" for name in ("engine_host", "management", "metrics", "tower")}
 # Not torch, which transformers imports where it is installed.
 HEAVY = ("jax", "jaxlib", "flax", "orbax")
 TEXTS = ["def main(", "é漢😀", "<|im_start|>user\nhello", "x" * 3000]

@@ -162,7 +162,7 @@ def test_no_message_shows_a_secret(name):
         (lambda llm: llm.stream(params=None), "stream() needs prompt"),
         (lambda llm: llm.stream("x", None, 1), "stream() has 3 arguments without a keyword: it takes prompt, params"),
         (lambda llm: llm.generate("x", prompts="y"), "generate() has two values for prompts"),
-        (lambda llm: SamplingParams(*range(30)), "SamplingParams() has 30 arguments without a keyword: at most 23 are"),
+        (lambda llm: SamplingParams(*range(30)), "SamplingParams() has 30 arguments without a keyword: at most 24 are"),
     ],
 )
 def test_a_call_with_too_few_or_too_many_arguments_names_the_function(call, message, llm):

@@ -45,6 +45,7 @@ def models(tmp_path_factory) -> dict[str, LLM]:
         "sampling_defaults": {"temperature": 0.25},
         "language_model_only": True,
         "block_size": 1,
+        "logprobs_mode": "raw_logits",
     }
     counts = {"image": 1, "video": 1}
     return {
@@ -86,6 +87,10 @@ def test_the_models_differ_in_what_is_compared(front):
     assert [name for name, each in found.items() if isinstance(each["media"], list)] == ["vision", "limits", "orbax"]
     assert "this server allows 0" in found["too few"]["media"]
     assert found["options"]["limits"] == {"positions": 99, "block_size": 1}
-    assert found["options"]["defaults"] == {"values": {"temperature": 0.25, "top_p": 0.5}, "stop_ids": [3, 4]}
+    assert found["options"]["defaults"] == {
+        "values": {"temperature": 0.25, "top_p": 0.5},
+        "stop_ids": [3, 4],
+        "logprobs_mode": "raw_logits",
+    }
     assert found["options"]["chats"] != found["vision"]["chats"]
     assert "no tokenizer" in found["no tokenizer"]["ids"][0]

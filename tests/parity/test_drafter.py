@@ -17,7 +17,7 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import ContextTokens, DraftWindow, TargetHeads
 from dflash_jax.models.families import dflash
-from tests.float64 import Exact, assert_near
+from tests.float64 import Exact, assert_near, shaken
 from tests.helpers import draw, map_numbers
 from tests.parity import dflash_reference
 
@@ -212,11 +212,22 @@ def build_context(drafter, features, lengths, window, capacity, slots, rng):
 
 
 def reference_rows(raw, tensors, features, lengths, widths, embedded, window) -> list[Exact]:
-    def states(row, dtype):
-        context, own = features[row, : lengths[row]], embedded[row, : widths[row]]
+    """The final hidden states of each row's block, by `dflash_reference`."""
+    rng = np.random.default_rng(4)
+    moved = {name: shaken(values, rng) for name, values in tensors.items()}
+
+    def states(row, dtype, tensors, change=np.asarray):
+        context, own = change(features[row, : lengths[row]]), change(embedded[row, : widths[row]])
         return dflash_reference.drafter(raw, tensors, context, own, window.size, window.sinks, dtype)
 
-    return [Exact(states(row, np.float64), states(row, np.float32)) for row in range(len(lengths))]
+    return [
+        Exact(
+            states(row, np.float64, tensors),
+            states(row, np.float32, tensors),
+            states(row, np.float64, moved, lambda x: shaken(x, rng)),
+        )
+        for row in range(len(lengths))
+    ]
 
 
 # Every width from 1 to 16, behind contexts from nothing to many times around the rings.

@@ -58,7 +58,11 @@ def test_a_stream_brings_the_tokens_and_the_log_probabilities_of_the_answer(quie
         of_choice = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
         assert [token for part in of_choice for token in part["token_ids"]] == choice["token_ids"]
         content = [entry for part in of_choice for entry in part["logprobs"]["content"]]
-        assert content == choice["logprobs"]["content"]
+        assert len(content) == len(choice["logprobs"]["content"])
+        # Other requests beside it: programs of other batch sizes, which add in another order.
+        for entry, other in zip(content, choice["logprobs"]["content"], strict=True):
+            assert entry["token_id"] == other["token_id"]
+            assert entry["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
         assert [part["finish_reason"] for part in of_choice][-1] == "length"
         assert of_choice[-1]["weight_versions"] == choice["weight_versions"]
 
