@@ -97,7 +97,7 @@ def backend_of(device, kernels: str) -> Backend:
         card = Card.of_device(device)
         has_triton = kernels != "xla" and find_spec("jax_triton")
         return Backend.for_card(card, kernels) if has_triton else Backend.xla("cuda", card)
-    return Backend.for_tpu(kernels)
+    return Backend.for_tpu(kernels, device.device_kind)
 
 
 def thunks(folder: Path) -> str:

@@ -68,7 +68,7 @@ def backend_for(device: str | None, kernels: str) -> "Backend":
         return Backend.of_device(jax.devices("cpu")[0], kernels)
     capability = DEVICES[device].capability
     if capability is None:
-        return Backend.for_tpu(kernels)
+        return Backend.for_tpu(kernels, DEVICES[device].kind)
     card = Card.of_capability(capability)
     if kernels == "xla":
         return Backend.xla("cuda", card)

@@ -9,8 +9,8 @@ from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.layers import Mlp, normal
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.linear import DeferredNorm, linear, takes_fp4
-from dflash_jax.ops.moe import fuses_residual, mixture, shared_weight
-from dflash_jax.ops.weights import QuantizedWeight, TransposedWeight, can_pack_experts
+from dflash_jax.ops.moe import can_transpose, fuses_residual, mixture, shared_weight
+from dflash_jax.ops.weights import TransposedWeight, can_pack_experts, common_outputs
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 
@@ -43,6 +43,7 @@ class Moe(nnx.Module):
         self.spec, self.backend = spec, backend
         e, f = spec.num_experts, spec.intermediate_size
         self.experts, self.features = layout.experts(e), layout.expert_features(f)
+        self._feature_parts = layout.parts(self.features)
         self.router = normal(rngs, (e, hidden), dtype)
         self.gate_up = normal(rngs, (e, 2, f, hidden), dtype)
         self.down = normal(rngs, (e, hidden, f), dtype)
@@ -52,14 +53,25 @@ class Moe(nnx.Module):
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
-        is_transposed = isinstance(self.down.get_value(), TransposedWeight)
-        down = (self.experts, self.features) if is_transposed else (self.experts, None, self.features)
-        return {"gate_up": (self.experts, None, self.features), "down": down}
+        one, other = (self.experts, None, self.features), (self.experts, self.features)
+        gate_up, down = (w.get_value() for w in (self.gate_up, self.down))
+        gate_up_has_parts = isinstance(gate_up, TransposedWeight) and gate_up.has_parts
+        down_has_none = isinstance(down, TransposedWeight) and not down.has_parts
+        return {"gate_up": other if gate_up_has_parts else one, "down": other if down_has_none else one}
 
-    def of_experts(self) -> dict[str, bool]:
-        """Parameter → whether it can be transposed, for `packing.transpose_experts`: both can, or neither."""
-        values = self.gate_up.get_value(), self.down.get_value()
-        return dict.fromkeys(("gate_up", "down"), not any(isinstance(w, QuantizedWeight) for w in values))
+    def of_experts(self) -> dict[str, int | None]:
+        """Parameter → outputs that share scales, as of `common_outputs`, for `packing.transpose_experts`.
+
+        None where it cannot be transposed: both can, or neither.
+        """
+        gate_up, down = (w.get_value() for w in (self.gate_up, self.down))
+        if not (can_transpose(self.backend, gate_up) and can_transpose(self.backend, down)):
+            return {"gate_up": None, "down": None}
+        features = self.spec.intermediate_size // self._feature_parts
+        return {
+            "gate_up": common_outputs(gate_up, features),
+            "down": common_outputs(down, down.shape[1], self._feature_parts),
+        }
 
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""

@@ -1,6 +1,6 @@
 """Modules with the weights that a platform reads fastest (`ops.weights`) in place of arrays, and back."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -8,7 +8,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, is_exact, is_weight
+from dflash_jax.ops.weights import (
+    SCALED_OUTPUTS,
+    PackedWeight,
+    QuantizedWeight,
+    TransposedWeight,
+    is_exact,
+    is_weight,
+    shares_scales,
+)
 from dflash_jax.parallel.sharding import parameter_attribute
 
 M = TypeVar("M", bound=nnx.Module)
@@ -60,28 +68,44 @@ def _are_exact_alike(leaves: list, matrices: list[int], like: Any) -> bool:
 
 
 def transpose_experts(module: M) -> M:
-    """A module with a `TransposedWeight` in place of experts' weights that are not in few bits.
+    """A module with a `TransposedWeight` in place of experts' weights.
 
     Args:
         module: The module. Its submodules say in ``of_experts()`` which parameters can be transposed. Arrays are
             deleted once they are transposed, each device's part by itself.
 
     Returns:
-        The module with transposed weights.
+        The module with transposed weights. Weights whose outputs have other scales than a `TransposedWeight` can have
+        stay, all of them.
     """
     leaves, structure = jax.tree.flatten(module, is_weight)
-    for i, is_of_experts in enumerate(parameter_attribute(module, "of_experts", False, is_weight)):
-        leaf = leaves[i]
-        if not is_of_experts or isinstance(leaf, TransposedWeight):
+    widths = parameter_attribute(module, "of_experts", None, is_weight)
+    wanted = {
+        i: width for i, width in enumerate(widths) if width is not None and not isinstance(leaves[i], TransposedWeight)
+    }
+    if not all(_shares_scales(leaves[i], width) for i, width in wanted.items() if width):
+        return module
+    for i, width in wanted.items():
+        leaf, transposed = leaves[i], partial(TransposedWeight.of, width=width)
+        values = leaf.values if isinstance(leaf, QuantizedWeight) else leaf
+        if isinstance(values, jax.ShapeDtypeStruct):
+            leaves[i] = jax.eval_shape(transposed, leaf)
             continue
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            leaves[i] = jax.eval_shape(TransposedWeight.of, leaf)
-            continue
-        mesh, division = _division(leaf)
-        after = division[0], division[-1], division[-2]
-        leaves[i] = _by_device(TransposedWeight.of, mesh, division, after)(leaf)
-        leaf.delete()
+        mesh, (experts, *pair, outputs, inputs) = _division(values)
+        after = (experts, outputs, inputs) if width else (experts, inputs, outputs)
+        leaves[i] = _by_device(transposed, mesh, (experts, *pair, outputs, inputs), after)(leaf)
+        for array in jax.tree.leaves(leaf):
+            array.delete()
     return jax.tree.unflatten(structure, leaves)
+
+
+def _shares_scales(weight: QuantizedWeight, width: int) -> bool:
+    # Of shapes nothing else is known: blocks of checkpoints are square.
+    is_square = weight.run % SCALED_OUTPUTS == 0
+    return is_square and (isinstance(weight.scale, jax.ShapeDtypeStruct) or bool(_all_share(weight, width)))
+
+
+_all_share = jax.jit(shares_scales, static_argnums=1)
 
 
 def _division(array: jax.Array) -> tuple[Any, tuple]:
@@ -115,9 +139,11 @@ def plain_weight(weight):
         return _unpacked(weight)
     if not isinstance(weight, TransposedWeight):
         return weight
-    mesh, (experts, inputs, outputs) = _division(weight.matrices)
+    mesh, (*before, last) = _division(weight.matrices)
+    experts, one, other = before if weight.has_parts else (*before, last)
+    outputs, inputs = (one, other) if weight.has_parts else (other, one)
     after = (experts, *(None,) * weight.is_pair, outputs, inputs)
-    return _by_device(TransposedWeight.untransposed, mesh, (experts, inputs, outputs), after)(weight)
+    return _by_device(TransposedWeight.untransposed, mesh, (experts, one, other), after)(weight)
 
 
 _unpacked = jax.jit(PackedWeight.unpacked)

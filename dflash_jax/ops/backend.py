@@ -28,6 +28,8 @@ from dflash_jax.ops.kernels.triton.launch import why_not_jax_triton
 
 # The oldest Triton that kernels are compiled with. With an older one jax-triton 0.4.1 fails at the first launch.
 OLDEST_TRITON = (3, 7)
+# `Backend.eight_bits` by how a TPU's device_kind begins. libtpu 0.0.48 makes a copy of others in each call.
+EIGHT_BITS = {"TPU7x": "float8_e4m3fn", "TPU v6": "int8", "TPU v5": "int8"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Backend:
     on_choice: Callable[[Choice], None] | None = field(default=None, compare=False, repr=False)
     fp4_activations: bool = False
     reproducible: bool = False
+    eight_bits: str | None = None
 
     @classmethod
     def detect(cls, kernels: str = "auto") -> "Backend":
@@ -98,9 +101,10 @@ class Backend:
         platform, card = _platform(device), None
         if platform == "cuda":
             card = Card.of_device(device)
+        if platform == "tpu":
+            return cls.for_tpu(kernels, device.device_kind)
         if kernels == "xla":
-            reason = "kernels are 'xla'"
-            return cls(platform, card, kernels, reason, reason)
+            return cls.xla(platform, card)
         no_cpp = cpp.why_not() if platform == "cpu" else f"the platform is {platform}"
         return cls(platform, card, kernels, no_cpp, _no_triton(device, card, kernels))
 
@@ -110,10 +114,11 @@ class Backend:
         return cls("cuda", card, kernels, "the platform is cuda", None)
 
     @classmethod
-    def for_tpu(cls, kernels: str = "auto") -> "Backend":
-        """A TPU, with any of `CHOICES`, that need not be in this machine."""
-        reason = "the platform is tpu"
-        return cls.xla("tpu") if kernels == "xla" else cls("tpu", None, kernels, reason, reason)
+    def for_tpu(cls, kernels: str = "auto", kind: str = "") -> "Backend":
+        """A TPU, with any of `CHOICES`, that need not be in this machine; ``kind``: as JAX's device_kind."""
+        reason = "kernels are 'xla'" if kernels == "xla" else "the platform is tpu"
+        eight_bits = next((name for begin, name in EIGHT_BITS.items() if kind.startswith(begin)), None)
+        return cls("tpu", None, kernels, reason, reason, eight_bits=eight_bits)
 
     @classmethod
     def xla(cls, platform: str = "cpu", card: Card | None = None) -> "Backend":

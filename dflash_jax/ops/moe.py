@@ -150,15 +150,20 @@ def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
     """The weighted sum of each token's rows: y [N K or more, H] in the order of `_by_expert` → [N, H]."""
     tokens, k = weights.shape
 
-    def summed(part: tuple[Array, Array]) -> Array:
-        places, weights = part[0], part[1][..., None]
+    def weighted(places: Array, weights: Array) -> Array:
         # A row that no expert has written may be NaN.
-        return jnp.sum(jnp.where(weights != 0, y[places].astype(jnp.float32) * weights, 0.0), axis=1).astype(y.dtype)
+        return jnp.where(weights[..., None] != 0, y[places].astype(jnp.float32) * weights[..., None], 0.0)
 
     # Some tokens at a time, whose rows stay out of a TPU's memory.
     size = max(1, _rows_of_pass(y.shape[1]) // k)
     if tokens <= size:
-        return summed((places, weights))
+        return jnp.sum(weighted(places, weights), axis=1).astype(y.dtype)
+
+    def summed(part: tuple[Array, Array]) -> Array:
+        # One choice after the other: a TPU would move the rows of a token to stand beside one another.
+        rows = (weighted(*choice) for choice in zip(part[0].T, part[1].T, strict=True))
+        return sum(rows, jnp.zeros((), jnp.float32)).astype(y.dtype)
+
     places, weights = (jnp.pad(x, ((0, -tokens % size), (0, 0))).reshape(-1, size, k) for x in (places, weights))
     return jax.lax.map(summed, (places, weights)).reshape(-1, y.shape[1])[:tokens]
 
@@ -166,6 +171,37 @@ def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
 def _rows_of_pass(hidden: int) -> int:
     """How many rows at a time a TPU keeps out of its memory, a multiple of what it multiplies at once."""
     return max(ELEMENTS_OF_PASS // hidden // 128 * 128, 128)
+
+
+def _of_experts(x: Float[Array, "R I"], weight: TransposedWeight, counts: Int[Array, " E"]) -> Float[Array, "R O"]:
+    """Rows in the order of their experts times their experts' matrices; the first ``counts[0]`` are the first one's.
+
+    Scales of inputs are for the rows: once for each part of an expert's outputs, whose matrix is one by itself.
+    """
+    matrices, scale = weight.matrices, weight.scale
+    if scale is None:
+        return jax.lax.ragged_dot(x, matrices, counts)
+    row, starts = jnp.arange(x.shape[0]), jnp.cumsum(counts) - counts
+    expert = _group(row, counts)
+    if not weight.has_parts:
+        y = jax.lax.ragged_dot(x, matrices, counts, preferred_element_type=jnp.float32)
+        return (y * scale.reshape(len(counts), -1)[expert].astype(jnp.float32)).astype(x.dtype)
+    experts, parts, runs = scale.shape
+    of_parts, copy = jnp.repeat(counts, parts, total_repeat_length=experts * parts), jnp.arange(parts * x.shape[0])
+    part = _group(copy, of_parts)
+    source = copy - (jnp.cumsum(of_parts) - of_parts)[part] + starts[part // parts]
+    scale = scale.reshape(-1, runs)[part].astype(jnp.float32)
+    # A product with ones repeats the scales: a TPU writes a broadcast into rows to memory.
+    ones = jnp.repeat(jnp.eye(runs), x.shape[1] // runs, axis=1)
+    scaled = (x[source] * jnp.matmul(scale, ones, precision=jax.lax.Precision.HIGHEST)).astype(x.dtype)
+    y = jax.lax.ragged_dot(scaled, matrices.reshape(-1, *matrices.shape[2:]), of_parts)
+    places = (row + (parts - 1) * starts[expert])[:, None] + jnp.arange(parts) * counts[expert][:, None]
+    return y[places].reshape(x.shape[0], -1)
+
+
+def _group(row: Int[Array, " R"], counts: Int[Array, " G"]) -> Int[Array, " R"]:
+    """The group of each row, of groups of ``counts`` rows; that of a row after all of them is the last one."""
+    return jnp.sum(jnp.cumsum(counts)[:-1] <= row[:, None], axis=1)
 
 
 def experts_ragged(
@@ -179,7 +215,7 @@ def experts_ragged(
 ) -> Float[Array, "N H"]:
     """`jax.lax.ragged_dot` of the rows in the order of their experts: a TPU reads each chosen expert once.
 
-    Some rows at a time, which stay out of the TPU's memory. Weights that are not transposed are so in the call, by a
+    Some rows at a time, which stay out of the TPU's memory. Arrays that are not transposed are so in the call, by a
     copy.
     """
     gate_up, down = (w if isinstance(w, TransposedWeight) else TransposedWeight.of(w) for w in (gate_up, down))
@@ -188,11 +224,10 @@ def experts_ragged(
     order, places, counts = _by_expert(weights, chosen, experts)
 
     def outputs(order: Array, counts: Array) -> Array:
-        h = jax.lax.ragged_dot(x[order // k], gate_up.matrices, counts)
-        h = jax.nn.silu(h[:, :f]) * h[:, f:]
-        return jax.lax.ragged_dot(h, down.matrices, counts)
+        h = _of_experts(x[order // k], gate_up, counts)
+        return _of_experts(jax.nn.silu(h[:, :f]) * h[:, f:], down, counts)
 
-    rows = _rows_of_pass(x.shape[1])
+    rows = _rows_of_pass(x.shape[1] * gate_up.parts)
     if choices <= rows:
         return _weighted_sum(outputs(order, counts), places, weights)
     order, ends = jnp.pad(order, (0, rows)), jnp.cumsum(counts)
@@ -334,8 +369,16 @@ reference = partial(_by_xla, experts_looped)
 
 
 def transposes_experts(backend: Backend) -> bool:
-    """Whether experts' weights are to be placed as `TransposedWeight`."""
+    """Whether experts' weights are to be placed as `TransposedWeight`, where `can_transpose` says so."""
     return backend.platform == "tpu" and not backend.reproducible
+
+
+def can_transpose(backend: Backend, weight: Weight) -> bool:
+    """Whether a `TransposedWeight` can have a weight's numbers, and the backend multiplies with them as they are."""
+    if not isinstance(weight, QuantizedWeight):
+        return True
+    is_plain = weight.code is None and weight.zero is None and weight.factor is None
+    return is_plain and weight.values.dtype.name == backend.eight_bits
 
 
 def _supports_ragged(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 W = TypeVar("W")
 # Outputs in a panel of a `PackedWeight`.
@@ -22,6 +22,8 @@ LANES = 16
 # For more tokens, or shorter runs, the products of all runs, float32 [T, runs, O], are larger than the weight in
 # bfloat16.
 FEW_TOKENS = 64
+# Outputs that share their scales in checkpoints in FP8 with blocks of 128 x 128.
+SCALED_OUTPUTS = 128
 # What four bits stand for: see `QuantizedWeight`.
 CODES = ("int4", "e2m1")
 # What `quantize` makes in four bits → inputs that share a scale.
@@ -392,7 +394,7 @@ def _panels(matrix: "np.ndarray[Any, Any]") -> Any:
 Weight: TypeAlias = Array | QuantizedWeight | PackedWeight
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["matrices"], meta_fields=["is_pair"])
+@partial(jax.tree_util.register_dataclass, data_fields=["matrices", "scale"], meta_fields=["is_pair"])
 @dataclass(frozen=True)
 class TransposedWeight:
     """Weights of experts, [E, F, I] or as pairs [E, 2, F, I], with their inputs before their outputs.
@@ -400,28 +402,61 @@ class TransposedWeight:
     A TPU multiplies rows with the matrices of several experts in this order only (`jax.lax.ragged_dot`), and copies
     weights in another order in each call. Each device of a mesh has the parts of both weights of a pair side by side.
 
+    Weights in eight bits have scales, which the matrices are without. Where each output has one scale, it is for the
+    product. Where runs of inputs have scales, outputs that share them are a matrix of their own, and the scales are
+    for the rows before the product.
+
     Attributes:
-        matrices: [E, I, F], or of pairs [E, I, 2 F].
+        matrices: [E, I, F], or of pairs [E, I, 2 F]; with scales of inputs [E, parts, I, F / parts], parts of pairs
+            likewise.
         is_pair: Whether a matrix has two weights.
+        scale: Of outputs [E, 1, F], or of pairs [E, 1, 2 F]; or of runs of inputs [E, parts, runs]; None for 16 bits
+            or more.
     """
 
-    matrices: Float[Array, "E I O"]
+    matrices: Shaped[Array, "E *parts I O"]
     is_pair: bool
+    scale: Float[Array, "E _ _"] | None = None
 
     @classmethod
-    def of(cls, weight: Float[Array, "E *out I"]) -> "TransposedWeight":
-        """Weights [E, F, I] or [E, 2, F, I] of one device."""
+    def of(cls, weight: "Array | QuantizedWeight", width: int = 0) -> "TransposedWeight":
+        """Weights [E, F, I] or [E, 2, F, I] of one device, with the ``width`` of `common_outputs`."""
         experts, *_, inputs = weight.shape
-        return cls(weight.reshape(experts, -1, inputs).swapaxes(1, 2), weight.ndim > 3)
+        scale: Array | None = None
+        if isinstance(weight, QuantizedWeight):
+            values, scale = weight.values, weight.scale.reshape(experts, -1, weight.scale.shape[-1])
+        else:
+            values = weight
+        is_pair = values.ndim > 3
+        if width:
+            matrices = values.reshape(experts, -1, width, inputs).swapaxes(2, 3)
+            return cls(matrices, is_pair, None if scale is None else scale[:, ::width])
+        matrices = values.reshape(experts, -1, inputs).swapaxes(1, 2)
+        return cls(matrices, is_pair, None if scale is None else scale.swapaxes(1, 2))
 
-    def untransposed(self) -> Float[Array, "E *out I"]:
+    def untransposed(self) -> "Array | QuantizedWeight":
         """The weights that `of` was given."""
-        return self.matrices.swapaxes(1, 2).reshape(self.shape)
+        values = self.matrices.swapaxes(-1, -2).reshape(self.shape)
+        if self.scale is None:
+            return values
+        scale = self.scale.repeat(self.matrices.shape[3], axis=1) if self.has_parts else self.scale.swapaxes(1, 2)
+        return QuantizedWeight(values, scale.reshape(*self.shape[:-1], -1))
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the scales are of inputs."""
+        return self.matrices.ndim > 3
+
+    @property
+    def parts(self) -> int:
+        """How many matrices an expert has."""
+        return self.matrices.shape[1] if self.has_parts else 1
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weights."""
-        experts, inputs, outputs = self.matrices.shape
+        experts, *parts, inputs, outputs = self.matrices.shape
+        outputs *= math.prod(parts)
         return (experts, 2, outputs // 2, inputs) if self.is_pair else (experts, outputs, inputs)
 
     @property
@@ -432,6 +467,24 @@ class TransposedWeight:
     def __getitem__(self, index: EllipsisType) -> "TransposedWeight":
         """These weights."""
         return self
+
+
+def common_outputs(weight: "Array | QuantizedWeight", outputs: int, cut: int = 1) -> int:
+    """How many outputs of a weight of experts share their scales where these are of inputs; 0 where they are not.
+
+    Args:
+        weight: The weight of all devices.
+        outputs: Outputs of one device.
+        cut: Parts that the inputs are divided into.
+    """
+    is_of_inputs = isinstance(weight, QuantizedWeight) and weight.scale.shape[-1] > cut
+    return math.gcd(outputs, SCALED_OUTPUTS) if is_of_inputs else 0
+
+
+def shares_scales(weight: QuantizedWeight, width: int) -> Bool[Array, ""]:
+    """Whether each ``width`` outputs have the same scales."""
+    scale = weight.scale.reshape(-1, width, weight.scale.shape[-1])
+    return jnp.all(scale == scale[:, :1])
 
 
 def can_pack_experts(gate_up: Weight, down: Weight) -> bool:

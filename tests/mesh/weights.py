@@ -14,18 +14,24 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from dflash_jax import LLM
+from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint import orbax, parameters
 from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.load import DRAFT_TOKENS, load_drafter, load_target, open_any
 from dflash_jax.checkpoint.parameters import FEW_BITS, QUANTIZED, spread
 from dflash_jax.errors import InputError
+from dflash_jax.frontend import llm
+from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.loading import draft_vocabulary
-from dflash_jax.models import families
+from dflash_jax.models import families, packing
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.families import dflash, mtp, qwen3_5
-from dflash_jax.ops.weights import FEW_TOKENS, QuantizedWeight, is_weight
+from dflash_jax.models.layers import with_backend
+from dflash_jax.models.packing import transpose_experts, unpack_weights
+from dflash_jax.ops import weights as ops_weights
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.weights import FEW_TOKENS, QuantizedWeight, TransposedWeight, is_weight
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, spec
 from dflash_jax.planner import make_plan, read_shapes
@@ -294,6 +300,57 @@ def test_what_is_quantised_for_one_mesh_is_read_on_every_mesh(sources, conversio
     directory = conversion("float32", "target", quantize, Layout(tensor=4))
     for layout in (ONE_DEVICE, *FEW):
         check_weights(weights(load("target", directory, "float32", layout, None)), expected, layout)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of these checkpoints in the place of 128 outputs."""
+    for module in (ops_weights, packing):
+        monkeypatch.setattr(module, "SCALED_OUTPUTS", BLOCK)
+
+
+def experts_of(module) -> list:
+    return [w for path, w in weights(module).items() if path.endswith(("ffn.gate_up", "ffn.down"))]
+
+
+@on_meshes
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "tpu"),
+    [
+        ("float32", None, "TPU v6 lite"),
+        ("fp8", None, "TPU7x"),
+        ("fp8 channel", None, "TPU7x"),
+        ("float32", "fp8", "TPU7x"),
+        ("float32", "int8", "TPU v6 lite"),
+    ],
+)
+def test_transposed_experts_are_one_devices_on_every_mesh(sources, small_blocks, dtype, quantize, tpu, layouts):
+    expected = of_one_device(sources, "target", dtype, quantize)
+    for layout in (ONE_DEVICE, *layouts):
+        module = load("target", sources[dtype, "target"][0], dtype, layout, quantize)
+        module = with_backend(module, Backend.for_tpu("xla", tpu))
+        planned = transpose_experts(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module))
+        transposed = transpose_experts(module)
+        assert len(experts_of(transposed)) == 4
+        assert all(isinstance(weight, TransposedWeight) for weight in experts_of(transposed))
+        leaves, shapes = map(jax.tree.leaves, (transposed, planned))
+        for leaf, shape, cut in zip(leaves, shapes, parameter_specs(transposed), strict=True):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(layout.mesh(), cut), leaf.ndim)
+            assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+        check_weights(weights(unpack_weights(transposed)), expected, layout)
+
+
+@pytest.mark.parametrize("mesh", ["expert=2", "expert=2,tensor=4"])
+def test_experts_in_blocks_of_eight_bits_give_a_tpu_the_text_of_a_cpu(sources, small_blocks, mesh, monkeypatch):
+    directory, _ = sources["fp8", "target"]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    (expected,) = LLM(directory, draft=None, kernels="xla").generate([[5, 9, 41, 7]], params)
+    monkeypatch.setattr(llm, "prepare_backend", lambda *_: Backend.for_tpu("xla", "TPU7x"))
+    there = LLM(directory, draft=None, mesh=mesh)
+    assert [w.has_parts for w in experts_of(there.target)] == [mesh == "expert=2", True] * 2
+    (found,) = there.generate([[5, 9, 41, 7]], params)
+    parting = divergence(there, found.prompt_ids, expected.token_ids, found.token_ids, params)
+    assert parting is None or parting.is_tie
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "older"])

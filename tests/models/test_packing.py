@@ -69,6 +69,37 @@ def test_experts_of_which_one_weight_is_in_few_bits_stay_in_their_order_on_a_tpu
     np.testing.assert_allclose(found, right, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("tpu", "runs", "uneven", "is_transposed"),
+    [
+        ("TPU7x", 2, False, True),
+        ("TPU7x", 2, True, False),
+        # Scales of 32 inputs are no square blocks', even where outputs share them.
+        ("TPU7x", 8, False, False),
+        ("TPU v6 lite", 2, False, False),
+        ("", 2, False, False),
+    ],
+)
+def test_experts_in_eight_bits_are_transposed_where_a_tpu_multiplies_with_them(tpu, runs, uneven, is_transposed):
+    spec = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=128)
+    moe = randomise(Moe(spec, 256, None, jnp.float32, backend=Backend.for_tpu("xla", tpu)), 1)
+    for name in ("gate_up", "down"):
+        weight = quantize(getattr(moe, name)[...], "fp8")
+        count = runs if name == "gate_up" else 1
+        scale = jnp.broadcast_to(jnp.linspace(0.001, 0.002, count), (*weight.shape[:-1], count))
+        scale = scale.at[0, ..., 5, 0].mul(2) if uneven else scale
+        getattr(moe, name).set_value(QuantizedWeight(weight.values, scale))
+    before = jax.tree.map(np.asarray, nnx.state(moe))
+    x, valid = jnp.asarray(np.random.default_rng(0).standard_normal((2, 9, 256)), jnp.float32), jnp.ones((2, 9), bool)
+    expected = jax.jit(Moe.__call__)(with_backend(moe, XLA), x, valid)
+    transposed = transpose_experts(moe)
+    found = [isinstance(w, TransposedWeight) for w in jax.tree.leaves(transposed, is_leaf=is_weight)]
+    assert found.count(True) == 2 * is_transposed
+    result = jax.jit(Moe.__call__)(transposed, x, valid)
+    np.testing.assert_allclose(result, expected, atol=2e-5 * np.abs(expected).max())
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(unpack_weights(transposed)), before)
+
+
 def panel_paths(module) -> set[str]:
     return {path.removesuffix(".panels") for path in parameter_paths(module) if path.endswith(".panels")}
 

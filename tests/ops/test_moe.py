@@ -13,7 +13,7 @@ from dflash_jax.models.moe import Moe
 from dflash_jax.ops import moe as module
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.moe import experts_gathered, experts_grouped, experts_in_blocks, experts_looped, experts_ragged
-from dflash_jax.ops.weights import TransposedWeight, quantize
+from dflash_jax.ops.weights import QuantizedWeight, TransposedWeight, common_outputs, quantize, shares_scales
 from tests.helpers import HIDDEN, MOE, randomise
 
 forward = jax.jit(Moe.__call__)
@@ -107,6 +107,36 @@ def test_forms_of_the_mixture_give_equal_outputs(moe, rows, skewed, monkeypatch)
         want = gathered(*arrays[:3], *quantized)
         for form in (experts_grouped, experts_in_blocks):
             np.testing.assert_allclose(jax.jit(partial(form, XLA))(*arrays[:3], *quantized), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("elements", [0, module.ELEMENTS_OF_PASS])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "blocks of gate_up", "blocks of down", "blocks"])
+def test_transposed_experts_in_eight_bits_give_what_they_stand_for(kind, elements, monkeypatch):
+    """With scales of outputs, and with scales of inputs that some outputs share; in passes of 128 rows, too."""
+    moe = randomise(Moe(replace(MOE, intermediate_size=12), HIDDEN, None, jnp.float32), 1)
+    monkeypatch.setattr(module, "ELEMENTS_OF_PASS", elements)
+    x = sample(150, seed=1)
+    weights, chosen = route((x @ moe.router[...].T).at[:, 2].add(1.0), MOE)
+    weights = weights.at[5].set(0.0).at[7:20, 1].set(0.0)
+    quantized, transposed = [], []
+    for name in ("gate_up", "down"):
+        weight = quantize(getattr(moe, name)[...], "int8" if kind == "int8" else "fp8")
+        width = 0
+        if kind in ("blocks", f"blocks of {name}"):
+            width = 2
+            scale = np.random.default_rng(3).uniform(0.001, 0.003, (*weight.shape[:-2], weight.shape[-2] // 2, 2))
+            weight = QuantizedWeight(weight.values, jnp.asarray(scale.repeat(2, axis=-2), jnp.float32))
+            assert shares_scales(weight, width)
+            assert not shares_scales(weight, 2 * width)
+        assert common_outputs(weight, 2) == width
+        quantized.append(weight)
+        transposed.append(TransposedWeight.of(weight, width))
+        assert (transposed[-1].shape, transposed[-1].has_parts) == (weight.shape, width > 0)
+        jax.tree.map(np.testing.assert_array_equal, transposed[-1].untransposed(), weight)
+    want = gathered(x, weights, chosen, *quantized)
+    assert np.abs(want).max() > 0.01
+    found = jax.jit(partial(experts_ragged, XLA))(x, weights, chosen, *transposed)
+    np.testing.assert_allclose(found, want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("form", [experts_grouped, experts_in_blocks, experts_ragged])

@@ -20,6 +20,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.kernels.triton import call
 from dflash_jax.ops.kernels.triton.launch import chained, launch_by_default, launching
+from dflash_jax.parallel.devices import DEVICES
 from tools import float64_reference
 from tools.kernels import arguments
 from tools.kernels.arguments import Source
@@ -241,7 +242,9 @@ def _implementations(function: Callable, of_layers: bool) -> list[tuple[Tested, 
     # Triton's alone.
     if function in (parts, divided):
         return []
-    auto, every = (replace(Backend.xla("tpu"), kernels=kernels) for kernels in ("auto", "all"))
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform == "tpu" else DEVICES["tpu7x"].kind
+    auto, every = (Backend.for_tpu(kernels, kind) for kernels in ("auto", "all"))
     chosen: dict[str, list[str]] = {}
     for backend in (every, auto):
         names = chosen[backend.kernels] = []

@@ -23,7 +23,7 @@ from dflash_jax.ops import rotation as rotation_op
 from dflash_jax.ops.backend import Backend, Implementation, choose
 from dflash_jax.ops.cache import FP8
 from dflash_jax.ops.card import HOPPER, OLDEST_FP4, Card
-from dflash_jax.ops.weights import TransposedWeight
+from dflash_jax.ops.weights import TransposedWeight, common_outputs
 from tools.kernels import arguments
 
 BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
@@ -426,6 +426,14 @@ def convolutions(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     return Comparison(dtype, kernel_of(block_convolution.IMPLEMENTATIONS), definition, args, permuted)
 
 
+def _in_blocks(weight):
+    """Experts' weights, with the scales that outputs share in a checkpoint's blocks, and the outputs of a block."""
+    if not (width := common_outputs(weight, weight.shape[-2])):
+        return weight, width
+    scale = weight.scale.reshape(-1, width, weight.scale.shape[-1])
+    return replace(weight, scale=jnp.broadcast_to(scale[:, :1], scale.shape).reshape(weight.scale.shape)), width
+
+
 def mixtures(
     source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False, activations=None, one_scale=False,
     untried=False,
@@ -456,9 +464,13 @@ def mixtures(
     tested = _tested.get()
     if tested is None:
         args[4:6] = spoil(gate_up), spoil(down)
-    elif moe.transposes_experts(tested.backend) and not quantized and tested.name in (None, "ragged"):
+    elif moe.transposes_experts(tested.backend) and tested.name in (None, "ragged") and all(
+        moe.can_transpose(tested.backend, weight) for weight in (gate_up, down)
+    ):  # fmt: skip
         # As weights are placed there. XLA's products may read experts that no token has chosen.
-        args[4:6] = TransposedWeight.of(gate_up), TransposedWeight.of(down)
+        pairs = [_in_blocks(weight) for weight in (gate_up, down)]
+        plain = (*plain[:4], *(weight for weight, _ in pairs), *plain[6:])
+        args[4:6] = (TransposedWeight.of(weight, width) for weight, width in pairs)
 
     def permuted(args, order):
         x, logits, live, first, gate_up, down, shared, rest = args
