@@ -1,6 +1,6 @@
 """Teaches the bundled model by GRPO, in minutes, to return what is made of all arguments of a function, and parses.
 
-Each step samples 8 answers to 4 prompts, rewards them by a program, updates the policy, gives it to the engine, and
+Each step samples 8 answers to some prompts, rewards them by a program, updates the policy, gives it to the engine, and
 trains the drafter on the features of the same pass. `--drafter frozen` leaves the drafter as it is, `off` decodes
 without one: the samples and rewards are the same. Run: python examples/grpo.py --steps 100
 """
@@ -8,6 +8,7 @@ without one: the samples and rewards are the same. Run: python examples/grpo.py 
 import argparse
 import ast
 import csv
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from dflash_jax.rl import DrafterTrainer, PolicyTrainer, Rollouts, group_advanta
 
 NAMES = ("area", "clamp", "mean", "swap", "join", "scale", "shift", "limit", "merge", "rank", "count", "total")
 ARGUMENTS = ("value", "values", "low", "name", "text", "x", "y", "a", "b")
-PROMPTS, LENGTH = 4, 32
+LENGTH = 32
 # Neither cuts nor penalties: the trainer knows the temperature alone. An answer is a line.
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "n": 8, "max_tokens": 16, "stop": "\n"}
 SAMPLING |= {"logprobs": 0, "logprobs_mode": "processed"}
@@ -58,7 +59,7 @@ def train(args: argparse.Namespace) -> Iterator[tuple[dict[str, float], list[Com
     drafter = DrafterTrainer(policy.policy, llm.drafter, adam(args.learning_rate), block_size) if is_moving else None
     random = np.random.default_rng(args.seed)
     for step in range(1, args.steps + 1):
-        prompts = [prompt(random) for _ in range(PROMPTS)]
+        prompts = [prompt(random) for _ in range(args.prompts)]
         params = [SamplingParams(**SAMPLING, seed=int(random.integers(2**32))) for _ in prompts]
         times = [time.perf_counter()]
         completions = llm.generate(prompts, params)
@@ -86,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", help="smollm2, or a directory; default: the bundled model")
     p.add_argument("--drafter", choices=("moving", "frozen", "off"), default="moving")
     p.add_argument("--steps", type=int, default=100)
+    p.add_argument("--prompts", type=int, default=4, help="of a step")
     p.add_argument("--learning-rate", type=float, default=1e-3)
     p.add_argument("--block-size", type=int, default=8)
     p.add_argument("--seed", type=int, default=0)
@@ -95,19 +97,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = parser().parse_args()
-    rows, answers = [], []
-    for row, completions in train(args):
-        rows.append(row)
-        answers = [f"{each.prompt}{each.text}" for each in completions]
-        said = f"step {row['step']:.0f}: reward {row['reward']:.3f}, {row['tokens_per_s']:.0f} tokens/s"
-        print(f"{said}, {row['acceptance_length']:.2f} tokens a round", flush=True)
+    args, answers = parser().parse_args(), []
+    with (args.csv or Path(os.devnull)).open("w", newline="") as file:
+        for row, completions in train(args):
+            writer = csv.DictWriter(file, row)
+            if row["step"] == 1:
+                writer.writeheader()
+            writer.writerow(row)
+            file.flush()
+            answers = [f"{each.prompt}{each.text}" for each in completions]
+            said = f"step {row['step']:.0f}: reward {row['reward']:.3f}, {row['tokens_per_s']:.0f} tokens/s"
+            print(f"{said}, {row['acceptance_length']:.2f} tokens a round", flush=True)
     print(*answers, sep="\n")
-    if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":
