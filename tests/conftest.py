@@ -50,14 +50,17 @@ hypothesis.settings.load_profile("untimed")
 # Tests that ask the server of tests/server, whose programs take half a minute.
 SERVED = ("tests/server/", "tests/cluster/", "tests/docs/test_code.py")
 LONGEST = (
-    *("tests/mesh", *SERVED, "tests/training", "tests/engine/test_engine", "tests/docs/test_examples"),
+    *(*SERVED, "tests/mesh", "tests/training", "tests/engine/test_engine", "tests/docs/test_examples"),
     *("tests/integration/test_interpreted_engine", "tests/frontend/test_llm"),
     *("tests/integration", "tests/parity", "tests/cli", "tests/ops", "tests/decoding", "tests/engine/test_warm_up"),
 )
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that the others fill the time beside them."""
+    """The longest files first, so that the others fill the time beside them.
+
+    Those of one process are the very first: after a file of few tests they would wait for its end.
+    """
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
 
 
@@ -65,6 +68,7 @@ def pytest_collection_modifyitems(items):
 # is a program for each width, of seconds. Where a request alone is compared with one in a batch, there is one for each.
 BATCH_SIZES = {
     **dict.fromkeys(SERVED, (1, 4)),
+    "tests/integration/test_logprobs.py": (8,),
     **dict.fromkeys(("tests/docs/test_examples.py", "tests/integration/test_draft_vocabulary.py"), (4, 32)),
     **dict.fromkeys(("tests/frontend/test_llm.py", "tests/frontend/test_vllm_names.py"), (1, 4, 32)),
     **dict.fromkeys(("tests/cli/test_generate.py", "tests/integration/test_bundled_drafters.py"), (1, 4, 32)),

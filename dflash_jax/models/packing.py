@@ -17,7 +17,7 @@ from dflash_jax.ops.weights import (
     is_weight,
     shares_scales,
 )
-from dflash_jax.parallel.sharding import parameter_attribute
+from dflash_jax.parallel.sharding import parameter_attribute, parameter_paths
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -36,7 +36,7 @@ def pack_weights(module: M, like: M | None = None) -> M:
     """
     leaves, structure = jax.tree.flatten(module, is_weight)
     matrices = parameter_attribute(module, "matrices", 0, is_weight)
-    has_float_panels = like is not None and not _are_exact_alike(leaves, matrices, like)
+    has_float_panels = like is not None and not _are_exact_alike(module, matrices, like)
     for i, contracted in enumerate(matrices):
         leaf = leaves[i]
         if has_float_panels and isinstance(leaf, PackedWeight) and leaf.form is None and not leaf.has_float_panels:
@@ -55,15 +55,16 @@ def pack_weights(module: M, like: M | None = None) -> M:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _are_exact_alike(leaves: list, matrices: list[int], like: Any) -> bool:
-    """Whether weights have panels of 16 bits where those of ``like`` do."""
-    pairs = zip(leaves, matrices, jax.tree.leaves(like, is_leaf=is_weight), strict=True)
-    packed = [(leaf, other) for leaf, contracted, other in pairs if contracted and isinstance(other, PackedWeight)]
+def _are_exact_alike(module: Any, matrices: list[int], like: Any) -> bool:
+    """Whether weights have panels of 16 bits where those of ``like`` do, which may have parameters more."""
+    others = dict(zip(parameter_paths(like, is_weight), jax.tree.leaves(like, is_leaf=is_weight), strict=True))
+    own = zip(parameter_paths(module, is_weight), jax.tree.leaves(module, is_leaf=is_weight), matrices, strict=True)
+    pairs = [(leaf, others.get(path)) for path, leaf, contracted in own if contracted]
     return all(
         (leaf.has_float_panels if isinstance(leaf, PackedWeight) else not is_exact(np.asarray(leaf)))
         == other.has_float_panels
-        for leaf, other in packed
-        if other.form is None and not isinstance(leaf, QuantizedWeight)
+        for leaf, other in pairs
+        if isinstance(other, PackedWeight) and other.form is None and not isinstance(leaf, QuantizedWeight)
     )
 
 

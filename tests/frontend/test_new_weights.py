@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.config_files import read_raw
@@ -324,3 +325,20 @@ def test_weights_are_not_replaced_while_requests_are_to_be_finished_in_a_pause(l
     assert llm.weight_version == version
     llm.resume()
     assert list(pieces)[-1].finish_reason == "length"
+
+
+def test_a_listed_vocabulary_of_a_drafter_has_the_rows_of_the_new_head(tmp_path):
+    """On kernels that pack weights, too, for which the drafter is compared with the one before."""
+    ids = list(range(3, 400, 2))
+    (tmp_path / "ids.json").write_text(str(ids))
+    llm = LLM(dtype="float32", draft_tokens=tmp_path / "ids.json")
+    target, drafter = changed(llm.target), changed(llm.drafter)
+    drafter.vocabulary = nnx.data(None)
+    wanted = np.asarray(target.head_rows(jnp.asarray(ids)))
+    for given in ({"drafter": drafter}, {"drafter": TINY / "draft"}, {}):
+        llm.update_weights(target, **given)
+        assert llm.drafter.vocabulary.ids[...].tolist() == ids
+        np.testing.assert_array_equal(unpack_weights(llm.drafter.vocabulary).head[...], wanted)
+    plain = llm.generate(PROMPTS[:1], GREEDY, block_size=1)
+    drafted = llm.generate(PROMPTS[:1], GREEDY, block_size=4)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
