@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.linear import linear, project, rounded, takes_fp4
+from dflash_jax.ops.linear import TPU_ROWS, linear, project, rounded, takes_fp4
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, TransposedWeight, Weight, dense
 
 # Experts' weights that XLA computes with, and a shared expert: gate_up, down and the logits of its gate.
@@ -229,7 +229,8 @@ def experts_ragged(
 
     rows = _rows_of_pass(x.shape[1] * gate_up.parts)
     if choices <= rows:
-        return _weighted_sum(outputs(order, counts), places, weights)
+        # Of another number of rows XLA multiplies all experts, and masks them.
+        return _weighted_sum(outputs(jnp.pad(order, (0, -choices % TPU_ROWS)), counts), places, weights)
     order, ends = jnp.pad(order, (0, rows)), jnp.cumsum(counts)
 
     def visit(i: Array, y: Array) -> Array:

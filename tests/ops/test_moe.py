@@ -109,6 +109,19 @@ def test_forms_of_the_mixture_give_equal_outputs(moe, rows, skewed, monkeypatch)
             np.testing.assert_allclose(jax.jit(partial(form, XLA))(*arrays[:3], *quantized), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_rows_of_the_products_of_a_tpu_are_a_multiple_of_eight(moe, tokens):
+    """Of others XLA makes products of all experts."""
+    spec = replace(MOE, experts_per_token=3)
+    x = sample(tokens, seed=1)
+    weights, chosen = route(x @ moe.router[...].T, spec)
+    args = x, weights, chosen, moe.gate_up[...], moe.down[...]
+    program = jax.make_jaxpr(partial(experts_ragged, XLA))(*args)
+    rows = [e.invars[0].aval.shape[0] for e in program.jaxpr.eqns if e.primitive.name.startswith("ragged_dot")]
+    assert rows == [-(-3 * tokens // 8) * 8] * 2
+    np.testing.assert_allclose(experts_ragged(XLA, *args), looped(*args), atol=1e-5)
+
+
 @pytest.mark.parametrize("elements", [0, module.ELEMENTS_OF_PASS])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "blocks of gate_up", "blocks of down", "blocks"])
 def test_transposed_experts_in_eight_bits_give_what_they_stand_for(kind, elements, monkeypatch):
