@@ -53,14 +53,17 @@ class Moe(nnx.Module):
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         """Parameter → how its leading dimensions are divided."""
-        one, other = (self.experts, None, self.features), (self.experts, self.features)
+        features_third, features_second = (self.experts, None, self.features), (self.experts, self.features)
         gate_up, down = (w.get_value() for w in (self.gate_up, self.down))
         gate_up_has_parts = isinstance(gate_up, TransposedWeight) and gate_up.has_parts
         down_has_none = isinstance(down, TransposedWeight) and not down.has_parts
-        return {"gate_up": other if gate_up_has_parts else one, "down": other if down_has_none else one}
+        return {
+            "gate_up": features_second if gate_up_has_parts else features_third,
+            "down": features_second if down_has_none else features_third,
+        }
 
     def of_experts(self) -> dict[str, int | None]:
-        """Parameter → outputs that share scales, as of `common_outputs`, for `packing.transpose_experts`.
+        """Parameter → outputs that should share scales, by `common_outputs`, for `packing.transpose_experts`.
 
         None where it cannot be transposed: both can, or neither.
         """

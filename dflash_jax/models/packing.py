@@ -76,34 +76,40 @@ def transpose_experts(module: M) -> M:
             deleted once they are transposed, each device's part by itself.
 
     Returns:
-        The module with transposed weights. Weights whose outputs have other scales than a `TransposedWeight` can have
-        stay, all of them.
+        The module with transposed weights. Both weights of a mixture stay where one has scales of a form that a
+        `TransposedWeight` cannot have.
     """
     leaves, structure = jax.tree.flatten(module, is_weight)
-    widths = parameter_attribute(module, "of_experts", None, is_weight)
-    wanted = {
-        i: width for i, width in enumerate(widths) if width is not None and not isinstance(leaves[i], TransposedWeight)
-    }
-    if not all(_shares_scales(leaves[i], width) for i, width in wanted.items() if width):
-        return module
-    for i, width in wanted.items():
-        leaf, transposed = leaves[i], partial(TransposedWeight.of, width=width)
+    owners = [path.rpartition(".")[0] for path in parameter_paths(module, is_weight)]
+    widths = dict(enumerate(parameter_attribute(module, "of_experts", None, is_weight)))
+    unfit = {owners[i] for i, width in widths.items() if width and not _shares_scales(leaves[i], width)}
+    for i, width in widths.items():
+        leaf = leaves[i]
+        if width is None or owners[i] in unfit or isinstance(leaf, TransposedWeight):
+            continue
         values = leaf.values if isinstance(leaf, QuantizedWeight) else leaf
         if isinstance(values, jax.ShapeDtypeStruct):
-            leaves[i] = jax.eval_shape(transposed, leaf)
+            leaves[i] = jax.eval_shape(_transposed(width), leaf)
             continue
         mesh, (experts, *pair, outputs, inputs) = _division(values)
         after = (experts, outputs, inputs) if width else (experts, inputs, outputs)
-        leaves[i] = _by_device(transposed, mesh, (experts, *pair, outputs, inputs), after)(leaf)
+        leaves[i] = _by_device(_transposed(width), mesh, (experts, *pair, outputs, inputs), after)(leaf)
         for array in jax.tree.leaves(leaf):
             array.delete()
     return jax.tree.unflatten(structure, leaves)
 
 
+@cache
+def _transposed(width: int) -> partial:
+    """One object for each width, by which `_by_device` knows its program again."""
+    return partial(TransposedWeight.of, width=width)
+
+
 def _shares_scales(weight: QuantizedWeight, width: int) -> bool:
-    # Of shapes nothing else is known: blocks of checkpoints are square.
-    is_square = weight.run % SCALED_OUTPUTS == 0
-    return is_square and (isinstance(weight.scale, jax.ShapeDtypeStruct) or bool(_all_share(weight, width)))
+    if isinstance(weight.scale, jax.ShapeDtypeStruct):
+        # Of shapes nothing else is known: blocks of checkpoints are square.
+        return weight.run % SCALED_OUTPUTS == 0
+    return bool(_all_share(weight, width))
 
 
 _all_share = jax.jit(shares_scales, static_argnums=1)
@@ -140,11 +146,10 @@ def plain_weight(weight):
         return _unpacked(weight)
     if not isinstance(weight, TransposedWeight):
         return weight
-    mesh, (*before, last) = _division(weight.matrices)
-    experts, one, other = before if weight.has_parts else (*before, last)
-    outputs, inputs = (one, other) if weight.has_parts else (other, one)
+    mesh, (experts, second, third, *_) = _division(weight.matrices)
+    outputs, inputs = (second, third) if weight.has_parts else (third, second)
     after = (experts, *(None,) * weight.is_pair, outputs, inputs)
-    return _by_device(TransposedWeight.untransposed, mesh, (experts, one, other), after)(weight)
+    return _by_device(TransposedWeight.untransposed, mesh, (experts, second, third), after)(weight)
 
 
 _unpacked = jax.jit(PackedWeight.unpacked)

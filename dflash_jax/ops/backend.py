@@ -28,7 +28,8 @@ from dflash_jax.ops.kernels.triton.launch import why_not_jax_triton
 
 # The oldest Triton that kernels are compiled with. With an older one jax-triton 0.4.1 fails at the first launch.
 OLDEST_TRITON = (3, 7)
-# `Backend.eight_bits` by how a TPU's device_kind begins. libtpu 0.0.48 makes a copy of others in each call.
+# `Backend.eight_bits` by how a TPU's device_kind begins. Of other weights in eight bits libtpu 0.0.48 makes a copy in
+# 16 bits in each call.
 EIGHT_BITS = {"TPU7x": "float8_e4m3fn", "TPU v6": "int8", "TPU v5": "int8"}
 
 
@@ -64,6 +65,8 @@ class Backend:
         fp4_activations: Whether products with weights in NVFP4 round their inputs to NVFP4, too.
         reproducible: Whether experts' implementations are passed over of which no TPU has shown that they compute each
             token without regard to the others.
+        eight_bits: Dtype of the numbers in eight bits that `jax.lax.ragged_dot` multiplies with wider ones on this TPU
+            without a copy in 16 bits; None: of none.
     """
 
     platform: str

@@ -160,7 +160,8 @@ def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
         return jnp.sum(weighted(places, weights), axis=1).astype(y.dtype)
 
     def summed(part: tuple[Array, Array]) -> Array:
-        # One choice after the other: a TPU would move the rows of a token to stand beside one another.
+        # One choice after the other: a TPU would move the rows of a token to stand beside one another. Last bits may be
+        # others than those of few tokens.
         rows = (weighted(*choice) for choice in zip(part[0].T, part[1].T, strict=True))
         return sum(rows, jnp.zeros((), jnp.float32)).astype(y.dtype)
 
@@ -168,9 +169,9 @@ def _weighted_sum(y: Array, places: Array, weights: Array) -> Array:
     return jax.lax.map(summed, (places, weights)).reshape(-1, y.shape[1])[:tokens]
 
 
-def _rows_of_pass(hidden: int) -> int:
-    """How many rows at a time a TPU keeps out of its memory, a multiple of what it multiplies at once."""
-    return max(ELEMENTS_OF_PASS // hidden // 128 * 128, 128)
+def _rows_of_pass(numbers: int) -> int:
+    """How many rows of so many numbers a TPU keeps out of its memory, a multiple of what it multiplies at once."""
+    return max(ELEMENTS_OF_PASS // numbers // 128 * 128, 128)
 
 
 def _of_experts(x: Float[Array, "R I"], weight: TransposedWeight, counts: Int[Array, " E"]) -> Float[Array, "R O"]:

@@ -470,7 +470,9 @@ class TransposedWeight:
 
 
 def common_outputs(weight: "Array | QuantizedWeight", outputs: int, cut: int = 1) -> int:
-    """How many outputs of a weight of experts share their scales where these are of inputs; 0 where they are not.
+    """How many outputs of a weight of experts should share their scales, where these are of inputs; 0: of outputs.
+
+    `shares_scales` says whether they do.
 
     Args:
         weight: The weight of all devices.
@@ -484,7 +486,8 @@ def common_outputs(weight: "Array | QuantizedWeight", outputs: int, cut: int = 1
 def shares_scales(weight: QuantizedWeight, width: int) -> Bool[Array, ""]:
     """Whether each ``width`` outputs have the same scales."""
     scale = weight.scale.reshape(-1, width, weight.scale.shape[-1])
-    return jnp.all(scale == scale[:, :1])
+    first = scale[:, :1]
+    return jnp.all((scale == first) | (jnp.isnan(scale) & jnp.isnan(first)))
 
 
 def can_pack_experts(gate_up: Weight, down: Weight) -> bool:

@@ -17,6 +17,7 @@ from dflash_jax.checkpoint.parameters import FEW_BITS
 from dflash_jax.engine.model_size import weigh
 from dflash_jax.frontend import loading
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.models import packing
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.families import dflash
 from dflash_jax.models.layers import with_backend
@@ -74,8 +75,8 @@ def test_experts_of_which_one_weight_is_in_few_bits_stay_in_their_order_on_a_tpu
     [
         ("TPU7x", 2, False, True),
         ("TPU7x", 2, True, False),
-        # Scales of 32 inputs are no square blocks', even where outputs share them.
-        ("TPU7x", 8, False, False),
+        # As where devices divide a block.
+        ("TPU7x", 8, False, True),
         ("TPU v6 lite", 2, False, False),
         ("", 2, False, False),
     ],
@@ -98,6 +99,25 @@ def test_experts_in_eight_bits_are_transposed_where_a_tpu_multiplies_with_them(t
     result = jax.jit(Moe.__call__)(transposed, x, valid)
     np.testing.assert_allclose(result, expected, atol=2e-5 * np.abs(expected).max())
     jax.tree.map(np.testing.assert_array_equal, nnx.state(unpack_weights(transposed)), before)
+
+
+def test_experts_are_transposed_by_one_program_and_each_mixture_by_itself():
+    spec = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=128)
+    tpu = Backend.for_tpu("xla", "TPU7x")
+
+    def mixtures(count):
+        return nnx.List([randomise(Moe(spec, 256, None, jnp.float32, backend=tpu), i) for i in range(count)])
+
+    two = mixtures(2)
+    weight = quantize(two[1].gate_up[...], "fp8", 2)
+    two[1].gate_up.set_value(weight)
+    two[1].down.set_value(quantize(two[1].down[...], "fp8"))
+    transposed = transpose_experts(two)
+    kinds = [type(w.get_value()) for moe in transposed for w in (moe.gate_up, moe.down)]
+    assert kinds == [TransposedWeight] * 2 + [QuantizedWeight] * 2
+    before = packing._by_device.cache_info().misses
+    transpose_experts(mixtures(3))
+    assert packing._by_device.cache_info().misses == before
 
 
 def panel_paths(module) -> set[str]:
